@@ -1,0 +1,52 @@
+# make run    set up .venv, then data-parallel training on real data: the main job, end to end
+# make test   set up .venv, then the test suite
+# make peers  the libraries that `pycomm bench --against` compares with, each in an environment of its own
+# Needs Python 3.11+ with venv and headers, a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
+
+PYTHON ?= python3
+VENV   ?= .venv
+bin    := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: run test peers lint wheel clean setup
+.DELETE_ON_ERROR:
+
+run: setup
+	$(bin)/pycomm run -n 2 examples/train_digits.py
+
+test: setup
+	$(bin)/python -m pytest $(TESTS)
+
+peers: setup
+	$(bin)/python benchmarks/peers.py make
+
+lint: setup
+	$(bin)/ruff check .
+	$(bin)/mypy
+
+wheel: setup
+	$(bin)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info pycomm/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Three stamps, each redone only when what it depends on has changed: the environment, its packages, the native build.
+setup: $(VENV)/.stamp-built
+
+$(VENV)/.stamp-created:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there. Install Python 3.11 or later (Debian, Ubuntu: apt install python3 python3-venv python3-dev), or name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is `$(PYTHON) -V`; pycomm needs 3.11 or later. Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) lacks the venv module. Debian, Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig, sys; sys.exit(not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")))' || { echo "$(PYTHON) lacks its headers (Python.h). Debian, Ubuntu: apt install python3-dev" >&2; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null || { echo "There is no C++ compiler. Debian, Ubuntu: apt install g++ (or set CXX)" >&2; exit 1; }
+	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.stamp-packages: $(VENV)/.stamp-created pyproject.toml constraints.txt
+	$(bin)/python -m pip install -c constraints.txt torch setuptools pybind11 ninja
+	touch $@
+
+$(VENV)/.stamp-built: $(VENV)/.stamp-packages setup.py pycomm/ops/_torch_build.py $(native_sources)
+	$(bin)/python -m pip install -c constraints.txt --no-build-isolation --editable '.[dev,mpich,examples]'
+	touch $@

@@ -1,0 +1,144 @@
+// pycomm._native: the shared-memory transport.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "../kernels/reduce.h"
+#include "../shm/errors.h"
+#include "../shm/group.h"
+#include "../shm/mailbox.h"
+#include "shm_errors.h"
+#include "shm_fast.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+using shm::Call;
+using shm::Group;
+using shm::Heaps;
+using shm::Mailbox;
+using shm::Message;
+using shm::Verb;
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+std::int64_t nanoseconds(double seconds) { return seconds > 9e9 ? INT64_MAX / 2 : static_cast<std::int64_t>(seconds * 1e9); }
+
+Call make_call(Verb verb, std::size_t numel, int dtype, int op, double factor, int root, double timeout_s) {
+  if (dtype < 0 || dtype >= kDTypes || op < 0 || op >= kReduceOps) throw py::value_error("unknown dtype or reduction code");
+  Call call{verb};
+  call.dtype = static_cast<DType>(dtype);
+  call.op = static_cast<ReduceOp>(op);
+  call.numel = numel;
+  call.factor = factor;
+  call.root = root;
+  call.timeout_ns = nanoseconds(timeout_s);
+  return call;
+}
+
+// A block of the shared heap, given back when Python drops it.
+struct Block {
+  std::shared_ptr<Heaps> heaps;
+  void* data;
+  std::size_t bytes;
+  Block(std::shared_ptr<Heaps> heaps_, std::size_t bytes_) : heaps(std::move(heaps_)), data(heaps->allocate(bytes_)), bytes(bytes_) {}
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() { heaps->free(data); }
+};
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_group(py::module_& m) {
+  py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "The ranks of one group on this host. Addresses are those of flat CPU buffers.")
+      .def(py::init([](int fd, int host_ranks, std::uint64_t area, int rank, std::vector<int> host_rank_of, std::vector<int> pidfds,
+                       std::vector<int> pids, std::string name, std::uint64_t members, double timeout_s, bool is_oversubscribed,
+                       std::shared_ptr<Heaps> heaps) {
+             const int ranks = static_cast<int>(host_rank_of.size());
+             return std::make_shared<Group>(Group::Setup{fd, host_ranks, area, rank, ranks, std::move(host_rank_of), std::move(pidfds),
+                                                         std::move(pids), std::move(name), members, nanoseconds(timeout_s), is_oversubscribed,
+                                                         std::move(heaps), check_interrupt});
+           }),
+           py::arg("fd"), py::arg("host_ranks"), py::arg("area"), py::arg("rank"), py::arg("host_rank_of"), py::arg("pidfds"), py::arg("pids"),
+           py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("is_oversubscribed"), py::arg("heaps"), NoGil())
+      .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"))
+      .def("all_reduce",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
+             g.all_reduce(pointer(output), pointer(input), make_call(Verb::kAllReduce, numel, dtype, op, factor, 0, timeout_s));
+           }, NoGil())
+      .def("reduce",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, int root, double timeout_s) {
+             g.reduce(pointer(output), pointer(input), make_call(Verb::kReduce, numel, dtype, op, factor, root, timeout_s));
+           }, NoGil())
+      .def("reduce_scatter",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
+             g.reduce_scatter(pointer(output), pointer(input), make_call(Verb::kReduceScatter, numel, dtype, op, factor, 0, timeout_s));
+           }, NoGil())
+      .def("broadcast",
+           [](Group& g, std::uintptr_t data, std::size_t numel, int dtype, int root, double timeout_s) {
+             g.broadcast(pointer(data), make_call(Verb::kBroadcast, numel, dtype, 0, 1, root, timeout_s));
+           }, NoGil())
+      .def("all_gather",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, double timeout_s) {
+             g.all_gather(pointer(output), pointer(input), make_call(Verb::kAllGather, numel, dtype, 0, 1, 0, timeout_s));
+           }, NoGil())
+      .def("gather",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int root, double timeout_s) {
+             g.gather(pointer(output), pointer(input), make_call(Verb::kGather, numel, dtype, 0, 1, root, timeout_s));
+           }, NoGil())
+      .def("scatter",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int root, double timeout_s) {
+             g.scatter(pointer(output), pointer(input), make_call(Verb::kScatter, numel, dtype, 0, 1, root, timeout_s));
+           }, NoGil())
+      .def("all_to_all",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, const std::vector<std::size_t>& output_splits,
+              const std::vector<std::size_t>& input_splits, int dtype, double timeout_s) {
+             const auto ranks = static_cast<std::size_t>(g.ranks());
+             if (output_splits.size() != ranks || input_splits.size() != ranks) throw std::invalid_argument("splits: one entry a rank");
+             g.all_to_all(pointer(output), pointer(input), output_splits.data(), input_splits.data(),
+                          make_call(Verb::kAllToAll, 0, dtype, 0, 1, 0, timeout_s));
+           }, NoGil())
+      .def("barrier", [](Group& g, double timeout_s) { g.barrier(nanoseconds(timeout_s)); }, NoGil())
+      .def("send", [](Group& g, std::uintptr_t data, std::size_t bytes, int peer, std::int64_t tag) { return g.mailbox().send(pointer(data), bytes, peer, tag); },
+           NoGil())
+      .def("receive", [](Group& g, std::uintptr_t data, std::size_t bytes, int peer, std::int64_t tag) { return g.mailbox().receive(pointer(data), bytes, peer, tag); },
+           NoGil())
+      .def("test", [](Group& g, const std::shared_ptr<Message>& message) { return g.mailbox().test(message); }, NoGil())
+      .def("wait", [](Group& g, const std::shared_ptr<Message>& message, double timeout_s) { g.mailbox().wait(message, nanoseconds(timeout_s)); }, NoGil())
+      .def("area_of_child", &Group::area_of_child, py::arg("leader"), py::arg("key"), NoGil())
+      .def("close", &Group::close, NoGil())
+      .def_property_readonly("line_ns", &Group::line_ns);
+}
+
+}  // namespace
+
+void bind_shm(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const PythonError&) {
+      set_python_error();
+    } catch (const shm::PeerLost&) {
+      set_python_error();
+    } catch (const shm::Timeout&) {
+      set_python_error();
+    } catch (const shm::Mismatch&) {
+      set_python_error();
+    } catch (const shm::Broken&) {
+      set_python_error();
+    }
+  });
+  py::class_<Message, std::shared_ptr<Message>>(m, "ShmMessage", "A point-to-point message under way.")
+      .def_readonly("peer", &Message::peer);
+  py::class_<Block>(m, "ShmBlock", py::buffer_protocol(), "A block of this rank's shared heap.")
+      .def_buffer([](Block& b) { return py::buffer_info(static_cast<unsigned char*>(b.data), static_cast<py::ssize_t>(b.bytes)); });
+  py::class_<Heaps, std::shared_ptr<Heaps>>(m, "ShmHeaps", "The shared heaps of the ranks of this host.")
+      .def(py::init<int, int, int>(), py::arg("fd"), py::arg("host_ranks"), py::arg("host_rank"))
+      .def("allocate", [](std::shared_ptr<Heaps> heaps, std::size_t bytes) { return std::make_unique<Block>(std::move(heaps), bytes); }, NoGil());
+  bind_group(m);
+  m.attr("SHM_MAX_RANKS") = shm::kMaxRanks;
+  m.def("shm_create_memory", &shm::create_memory, py::arg("ranks"), "A sealed memfd for the ranks of a host; returns its descriptor.");
+  m.def("shm_check_memory", &shm::check_memory, py::arg("fd"), py::arg("ranks"), "Raises unless the descriptor is such a memfd.");
+}
+
+}  // namespace pycomm

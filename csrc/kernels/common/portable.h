@@ -1,0 +1,59 @@
+// What lets the mathematics of an element be written once: for one lane or many, for a CPU or a GPU.
+//
+// A function of common/ that is a template on `W` works on `W::Of<T>`, "T, as wide as W": a plain T for Scalar below,
+// a vector register of T for cpu/lanes.h. Arithmetic, comparison and `?:` are spelled the same way for both.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+// Always inlined, for a reason beyond speed: cpu/ compiles these functions once for each instruction set. If a copy
+// outside a caller existed, the linker would keep one of them for all, and AVX-512 would reach machines without it.
+#if defined(__CUDACC__)
+#define PYCOMM_HD __host__ __device__ __forceinline__
+#else
+#define PYCOMM_HD inline __attribute__((always_inline))
+#endif
+
+namespace pycomm {
+
+// `c ? a : b`, lane by lane. A name of its own because CUDA and the vectors of GCC agree on nothing shorter.
+template <class C, class V>
+PYCOMM_HD V select(C c, V a, V b) {
+  return c ? a : b;
+}
+
+// True in the lanes where `a == b` does not hold; with `b` a copy of `a`, those are the NaNs.
+template <class V>
+PYCOMM_HD auto differs(V a, V b) {
+  return a != b;
+}
+
+// The same bits, read as another type of the same size.
+template <class To, class From>
+PYCOMM_HD To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// One lane.
+struct Scalar {
+  template <class T>
+  using Of = T;
+  static constexpr int kLanes = 1;
+
+  template <class To, class From>
+  static PYCOMM_HD To convert(From from) {
+    return static_cast<To>(from);
+  }
+  template <class T>
+  static PYCOMM_HD T splat(T value) {
+    return value;
+  }
+};
+
+}  // namespace pycomm

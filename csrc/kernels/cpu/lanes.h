@@ -1,0 +1,168 @@
+// Several lanes of a type in one vector register, by GCC's vector extensions: common/'s W for the CPU.
+// A part of reduce_body.h, which see; PYCOMM_ISA names the instruction set.
+
+namespace pycomm::PYCOMM_ISA {
+
+template <class T, int lanes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(lanes * sizeof(T))));
+};
+
+// From, lane by lane as a number, to To. The intrinsics are what GCC 12 does not find by itself, between codes of 8 or
+// 16 bits and int32. (For 512 bits the maskz forms, because it warns of the plain ones.)
+template <class To, class From>
+PYCOMM_HD To convert_lanes(From from) {
+#if PYCOMM_VECTOR_BYTES == 64
+  constexpr bool widens = std::is_same_v<To, typename VectorOf<std::int32_t, 16>::type>;
+  if constexpr (widens && sizeof(From) == 32) return bit_cast<To>(_mm512_maskz_cvtepu16_epi32(0xFFFF, bit_cast<__m256i>(from)));
+  if constexpr (widens && sizeof(From) == 16) return bit_cast<To>(_mm512_maskz_cvtepu8_epi32(0xFFFF, bit_cast<__m128i>(from)));
+  if constexpr (sizeof(To) == 32) return bit_cast<To>(_mm512_maskz_cvtepi32_epi16(0xFFFF, bit_cast<__m512i>(from)));
+  if constexpr (sizeof(To) == 16) return bit_cast<To>(_mm512_maskz_cvtepi32_epi8(0xFFFF, bit_cast<__m512i>(from)));
+#elif PYCOMM_VECTOR_BYTES == 32
+  if constexpr (sizeof(From) == 8) {
+    return bit_cast<To>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bit_cast<long long>(from))));
+  }
+  if constexpr (sizeof(To) == 8) {
+    const __m256i values = bit_cast<__m256i>(from);  // of 8 bits each, so that packing saturates none
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
+    return bit_cast<To>(static_cast<long long>(_mm_cvtsi128_si64(_mm_packus_epi16(words, words))));
+  }
+#endif
+  return __builtin_convertvector(from, To);
+}
+
+template <int lanes>
+struct Wide {
+  template <class T>
+  using Of = typename VectorOf<T, lanes>::type;
+  static constexpr int kLanes = lanes;
+
+  template <class To, class From>
+  static PYCOMM_HD To convert(From from) {
+    return convert_lanes<To>(from);
+  }
+  template <class T>
+  static PYCOMM_HD Of<T> splat(T value) {
+    return value - Of<T>{};  // x - 0 is x, also for -0.0
+  }
+};
+
+// -- memory: any alignment -------------------------------------------------------------------------------------------
+
+template <class V>
+PYCOMM_HD V load(const char* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(V));
+  return value;
+}
+
+template <class V>
+PYCOMM_HD void store(char* to, V value) {
+  std::memcpy(to, &value, sizeof(V));
+}
+
+// A non-temporal store. `to` is aligned to sizeof(V).
+template <class V>
+PYCOMM_HD void store_streamed(char* to, V value) {
+#if PYCOMM_VECTOR_BYTES == 64
+  if constexpr (sizeof(V) == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bit_cast<__m512i>(value));
+#endif
+#if PYCOMM_VECTOR_BYTES >= 32
+  if constexpr (sizeof(V) == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bit_cast<__m256i>(value));
+#endif
+#if defined(__x86_64__)
+  if constexpr (sizeof(V) == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(to), bit_cast<__m128i>(value));
+  if constexpr (sizeof(V) == 8) return _mm_stream_si64(reinterpret_cast<long long*>(to), bit_cast<long long>(value));
+  if constexpr (sizeof(V) == 4) return _mm_stream_si32(reinterpret_cast<int*>(to), bit_cast<int>(value));
+#endif
+  store(to, value);
+}
+
+// -- elements: common/'s way, but for float16 (the hardware converts) and bfloat16 (no shuffles) -------------------------
+
+// The values of one register of bfloat16: those of the even and of the odd lanes, which a shift and a mask tell apart.
+template <class V>
+struct Halves {
+  V even, odd;
+};
+
+template <class W, class Element>
+inline constexpr bool kUsesHalves = W::kLanes > 1 && std::is_same_v<Element, BFloat16>;
+
+template <class W, class Element>
+inline constexpr bool kUsesF16C = PYCOMM_VECTOR_BYTES >= 32 && W::kLanes > 1 && std::is_same_v<Element, Small<Float16Format>>;
+
+#if PYCOMM_VECTOR_BYTES == 64
+using HalfRegister = __m256i;
+using FloatRegister = __m512;
+PYCOMM_HD FloatRegister half_to_float(HalfRegister half) { return _mm512_maskz_cvtph_ps(0xFFFF, half); }
+PYCOMM_HD HalfRegister float_to_half(FloatRegister value) {
+  return _mm512_maskz_cvtps_ph(0xFFFF, value, _MM_FROUND_TO_NEAREST_INT);
+}
+#elif PYCOMM_VECTOR_BYTES == 32
+using HalfRegister = __m128i;
+using FloatRegister = __m256;
+PYCOMM_HD FloatRegister half_to_float(HalfRegister half) { return _mm256_cvtph_ps(half); }
+PYCOMM_HD HalfRegister float_to_half(FloatRegister value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+#else
+using HalfRegister = int;
+using FloatRegister = int;
+FloatRegister half_to_float(HalfRegister half);  // kUsesF16C is false: never called
+HalfRegister float_to_half(FloatRegister value);
+#endif
+
+template <class W, class Element>
+PYCOMM_HD auto load_values(const char* from) {
+  using Stored = typename W::template Of<typename Element::Storage>;
+  if constexpr (kUsesHalves<W, Element>) {
+    using U = typename Wide<W::kLanes / 2>::template Of<std::uint32_t>;
+    using V = typename Wide<W::kLanes / 2>::template Of<float>;
+    const U both = load<U>(from);
+    return Halves<V>{bit_cast<V>(both << 16), bit_cast<V>(both & 0xFFFF0000u)};
+  } else if constexpr (kUsesF16C<W, Element>) {
+    return bit_cast<typename W::template Of<float>>(half_to_float(load<HalfRegister>(from)));
+  } else {
+    return Element::template decode<W>(load<Stored>(from));
+  }
+}
+
+template <class W, class Element, class Values>
+PYCOMM_HD auto encode_values(Values values) {
+  if constexpr (kUsesHalves<W, Element>) {
+    using Half = Wide<W::kLanes / 2>;
+    return (round_to_bfloat16<Half>(values.even) >> 16) | (round_to_bfloat16<Half>(values.odd) & 0xFFFF0000u);
+  } else if constexpr (kUsesF16C<W, Element>) {
+    return float_to_half(bit_cast<FloatRegister>(Native<float>::encode<W>(values)));
+  } else {
+    return Element::template encode<W>(values);
+  }
+}
+
+template <class Op, class V>
+PYCOMM_HD V combine(V a, V b) {
+  return Op::combine(a, b);
+}
+template <class Op, class V>
+PYCOMM_HD Halves<V> combine(Halves<V> a, Halves<V> b) {
+  return {Op::combine(a.even, b.even), Op::combine(a.odd, b.odd)};
+}
+
+template <class V, class T>
+PYCOMM_HD V scale(V values, T factor) {
+  return values * factor;
+}
+template <class V, class T>
+PYCOMM_HD Halves<V> scale(Halves<V> values, T factor) {
+  return {values.even * factor, values.odd * factor};
+}
+
+template <class V, class T>
+PYCOMM_HD V divide(V values, const Divisor<T>& divisor) {
+  return divisor.is_power_of_two ? values * divisor.reciprocal : values / divisor.count;
+}
+template <class V, class T>
+PYCOMM_HD Halves<V> divide(Halves<V> values, const Divisor<T>& divisor) {
+  return {divide(values.even, divisor), divide(values.odd, divisor)};
+}
+
+}  // namespace pycomm::PYCOMM_ISA

@@ -1,0 +1,22 @@
+// reduce() for avx2; see reduce_body.h. Whole standard headers come before the target: their functions must run anywhere.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "isa.h"
+
+#pragma GCC target("avx2,f16c")
+#define PYCOMM_ISA avx2
+#define PYCOMM_VECTOR_BYTES 32
+#include "../common/cases.h"
+#include "lanes.h"
+#include "reduce_body.h"
+
+namespace pycomm {
+extern const Isa kAvx2 = avx2::make_isa("avx2");
+}
+#endif

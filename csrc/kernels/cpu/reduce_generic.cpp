@@ -1,0 +1,21 @@
+// reduce() for generic; see reduce_body.h. Whole standard headers come before the target: their functions must run anywhere.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "isa.h"
+
+#define PYCOMM_ISA generic
+#define PYCOMM_VECTOR_BYTES 16
+#include "../common/cases.h"
+#include "lanes.h"
+#include "reduce_body.h"
+
+namespace pycomm {
+extern const Isa kGeneric = generic::make_isa("generic");
+}

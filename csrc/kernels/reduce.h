@@ -1,0 +1,31 @@
+// n inputs -> one output, in the order of the inputs, so that every rank that reduces the same inputs gets the same bits.
+#pragma once
+
+#include "../types.h"
+
+namespace pycomm {
+
+// Whether `op` is defined on `dtype` (a bitwise op on floats is not, MIN of complex numbers is not, ...).
+bool reduce_supported(DType dtype, ReduceOp op);
+
+// output[i] = inputs[0][i] op inputs[1][i] op ... for i < numel.
+//   - `output` may be one of the inputs, or not overlap any of them.
+//   - 16- and 8-bit floats accumulate in float32 and round once, at the end.
+//   - kAvg divides the sum by `num_inputs`. kPremulSum scales input j by factors[j] first; factors is read for that op alone.
+//   - MIN and MAX give NaN where any input is NaN.
+//   - `stream_output` writes with non-temporal stores: right when nobody on this core reads the output soon.
+// Allocates nothing, throws nothing. Bytes moved per element: (num_inputs + 1) * itemsize.
+void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t numel, DType dtype, ReduceOp op,
+            const double* factors, bool stream_output);
+
+// memcpy with non-temporal stores; ends with a store fence, so that a flag stored after it is seen after the bytes.
+void copy_streamed(void* destination, const void* source, std::size_t bytes);
+
+// The instruction set that the calls above use on this machine: "avx512", "avx2" or "generic".
+const char* cpu_isa();
+
+// Makes the calls above use the named instruction set, or the best one for null. False, and nothing changes, if this
+// machine has no such set. For tests: all sets give the same bits.
+bool use_cpu_isa(const char* name);
+
+}  // namespace pycomm

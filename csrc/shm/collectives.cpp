@@ -1,0 +1,363 @@
+// The collectives over shared memory. group.h has the two notes that they rest on.
+#include <algorithm>
+#include <cstring>
+
+#include "group.h"
+
+namespace pycomm::shm {
+namespace {
+
+constexpr std::size_t kHeapsFrom = 2048;  // below, copying into a slot costs less than a second synchronization
+
+unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
+const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
+
+// The part of `numel` elements that rank `rank` of `ranks` reduces: whole cache lines, so that no two ranks write one.
+struct Part {
+  std::size_t start, numel;
+};
+Part part_of(std::size_t numel, int rank, int ranks, std::size_t item) {
+  const std::size_t per_line = std::max<std::size_t>(1, kLine / item);
+  const std::size_t lines = (numel + per_line - 1) / per_line;
+  const auto cut = [&](int r) {
+    return std::min(numel, lines * static_cast<std::size_t>(r) / static_cast<std::size_t>(ranks) * per_line);
+  };
+  return {cut(rank), cut(rank + 1) - cut(rank)};
+}
+
+// No part is longer.
+std::size_t part_bound(std::size_t numel, int ranks, std::size_t item) {
+  return numel / static_cast<std::size_t>(ranks) + 2 * std::max<std::size_t>(1, kLine / item);
+}
+
+}  // namespace
+
+// The exchange of a message that fits a slot; `bytes` is 0 on a rank that only reads.
+void Group::exchange(const Call& call, const void* data, std::size_t bytes) {
+  if (bytes > 0) put(payload(rank_, bytes), data, bytes);
+  publish(call);
+  meet(call);
+}
+
+template <class Fill, class Use>
+void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use) {
+  const char* verb = verb_name(call.verb);
+  use_ring();
+  const std::size_t piece = at_.window_bytes / parts / kLine * kLine;
+  for (std::size_t offset = 0; offset < total; offset += piece) {
+    const std::size_t bytes = std::min(piece, total - offset), stride = round_up(bytes, kLine), place = take(parts * stride);
+    const auto part = [&](int rank, std::size_t i) { return staged(rank, place + i * stride); };
+    fill(part, offset, bytes);
+    publish_window();
+    if (!has_met) {
+      publish(call);
+      meet(call);
+      has_met = true;
+    }
+    await_windows(verb);
+    use(part, offset, bytes);
+    ++window_;
+  }
+  account(total, verb);
+}
+
+void Group::barrier(std::int64_t timeout_ns) {
+  const Entry entry(*this, "barrier", timeout_ns);
+  const Call call{Verb::kBarrier};
+  publish(call);
+  meet(call);
+}
+
+// -- all_reduce -----------------------------------------------------------------------------------------------------------
+
+void Group::all_reduce(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, "all_reduce", call.timeout_ns);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  if (ranks_ == 1) {
+    inputs_[0] = input;
+    factors_[0] = call.factor;
+    return reduce_from(output, inputs_.data(), call.numel, call);
+  }
+  if (bytes < kHeapsFrom) {
+    exchange(call, input, bytes);
+    all_reduce_in_slots(output, call);
+  } else {
+    const Places mine{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
+    if (fits_slot(bytes)) {
+      all_reduce_in_slots_or_heaps(output, input, call, mine);
+    } else {
+      all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
+    }
+  }
+  account(bytes, "all_reduce");
+}
+
+void Group::all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine) {
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  if (!mine.are_shared()) put(payload(rank_, bytes), input, bytes);
+  publish(call, mine);
+  meet(call);
+  const int shared = count_shared();
+  if (shared == ranks_) return all_reduce_in_heaps(call);
+  if (mine.are_shared()) put(payload(rank_, bytes), input, bytes);
+  if (shared > 0) sync("all_reduce");  // those with shared buffers have put theirs only now
+  all_reduce_in_slots(output, call);
+}
+
+// Everybody reads everybody's payload and adds in rank order.
+void Group::all_reduce_in_slots(void* output, const Call& call) {
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, bytes);
+  load_factors(call);
+  reduce_from(output, inputs_.data(), call.numel, call);
+}
+
+// Two shots, window by window: rank r reduces part r of each piece, then everybody copies all parts.
+void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine) {
+  const char* verb = verb_name(call.verb);
+  const std::size_t item = item_bytes(call.dtype), piece = at_.window_bytes / item;
+  const auto result_of = [&](std::size_t place, std::size_t numel) { return place + round_up(numel * item, kLine); };  // behind the contributions
+  const auto fill = [&](std::size_t first) {  // what the others reduce
+    const std::size_t numel = std::min(piece, call.numel - first);
+    const std::size_t place = take(round_up(numel * item, kLine) + part_bound(numel, ranks_, item) * item);
+    for (int r = 0; r < ranks_; ++r) {
+      if (r == rank_) continue;
+      const Part part = part_of(numel, r, ranks_, item);
+      put(staged(rank_, place) + part.start * item, input + (first + part.start) * item, part.numel * item);
+    }
+    publish_window();
+    return place;
+  };
+  use_ring();
+  std::size_t place = 0;
+  if (!mine.are_shared()) place = fill(0);
+  publish(call, mine);
+  meet(call);
+  if (count_shared() == ranks_) return all_reduce_in_heaps(call);
+  load_factors(call);
+  if (mine.are_shared()) place = fill(0);
+  for (std::size_t first = 0; first < call.numel; first += piece) {
+    const std::size_t numel = std::min(piece, call.numel - first);
+    std::size_t next = 0;
+    await_windows(verb);
+    if (first + piece < call.numel) {  // the next window fills while others are still reducing this one
+      ++window_;
+      next = fill(first + piece);
+      --window_;
+    }
+    const Part part = part_of(numel, rank_, ranks_, item);
+    unsigned char* const sum = output + (first + part.start) * item;
+    for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? input + (first + part.start) * item : staged(r, place) + part.start * item;
+    reduce_from(sum, inputs_.data(), part.numel, call);
+    put(staged(rank_, result_of(place, numel)), sum, part.numel * item);
+    publish_result();
+    await_results(verb);
+    for (int i = 1; i < ranks_; ++i) {
+      const int r = (rank_ + i) % ranks_;
+      const Part theirs = part_of(numel, r, ranks_, item);
+      std::memcpy(output + (first + theirs.start) * item, staged(r, result_of(place, numel)), theirs.numel * item);
+    }
+    place = next;
+    ++window_;
+  }
+}
+
+// Every buffer lies where everybody can reach it: each rank adds its part and stores the sum into all outputs. No copy in,
+// 4 x bytes of DRAM traffic in all for two ranks, two synchronizations.
+void Group::all_reduce_in_heaps(const Call& call) {
+  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
+  constexpr std::size_t kBlock = 32 * 1024;  // small enough that the sum is still in L1 when it is copied to the others
+  const Part part = part_of(call.numel, rank_, ranks_, item);
+  auto& [inputs, outputs] = heap_buffers_;
+  load_factors(call);
+  for (int r = 0; r < ranks_; ++r) {
+    inputs[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).input, bytes);
+    outputs[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).output, bytes);
+  }
+  const std::size_t end = part.start + part.numel, block = kBlock / item;
+  for (std::size_t first = part.start; first < end; first += block) {
+    const std::size_t numel = std::min(block, end - first);
+    for (int r = 0; r < ranks_; ++r) inputs_[r] = inputs[r] + first * item;
+    reduce_from(outputs[rank_] + first * item, inputs_.data(), numel, call);
+    for (int r = 0; r < ranks_; ++r)
+      if (r != rank_) std::memcpy(outputs[r] + first * item, outputs[rank_] + first * item, numel * item);
+  }
+  sync(verb_name(call.verb));
+}
+
+void Group::reduce(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, "reduce", call.timeout_ns);
+  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
+  const auto reduce_piece = [&](std::size_t offset, std::size_t length) {
+    if (rank_ != call.root) return;
+    load_factors(call);
+    inputs_[rank_] = bytes_of(input) + offset;
+    reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call);
+  };
+  if (fits_slot(bytes)) {
+    exchange(call, input, bytes);
+    for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, bytes);
+    return reduce_piece(0, bytes);
+  }
+  in_windows(
+      call, bytes, 1, /*has_met=*/false,
+      [&](auto part, std::size_t offset, std::size_t length) {
+        if (rank_ != call.root) put(part(rank_, 0), bytes_of(input) + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (int r = 0; r < ranks_; ++r) inputs_[r] = part(r, 0);
+        reduce_piece(offset, length);
+      });
+}
+
+void Group::reduce_scatter(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, "reduce_scatter", call.timeout_ns);
+  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
+  const auto mine = static_cast<std::size_t>(rank_);
+  if (fits_slot(n * bytes)) {
+    exchange(call, input, n * bytes);
+    load_factors(call);
+    for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, n * bytes) + mine * bytes;
+    return reduce_from(output, inputs_.data(), call.numel, call);
+  }
+  in_windows(
+      call, bytes, n, /*has_met=*/false,
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (std::size_t r = 0; r < n; ++r)
+          if (r != mine) put(part(rank_, r), bytes_of(input) + r * bytes + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        load_factors(call);
+        for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? bytes_of(input) + mine * bytes + offset : part(r, mine);
+        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call);
+      });
+}
+
+// -- moving ---------------------------------------------------------------------------------------------------------------
+
+void Group::broadcast(void* data, const Call& call) {
+  const Entry entry(*this, "broadcast", call.timeout_ns);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  const bool is_root = rank_ == call.root;
+  if (fits_slot(bytes)) {
+    exchange(call, data, is_root ? bytes : 0);
+    if (!is_root) std::memcpy(data, payload(call.root, bytes), bytes);
+    return;
+  }
+  in_windows(
+      call, bytes, 1, /*has_met=*/false,
+      [&](auto part, std::size_t offset, std::size_t length) {
+        if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        if (!is_root) std::memcpy(bytes_of(data) + offset, part(call.root, 0), length);
+      });
+}
+
+void Group::all_gather(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, "all_gather", call.timeout_ns);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
+  if (fits_slot(bytes)) {
+    exchange(call, input, bytes);
+    for (int r = 0; r < ranks_; ++r) std::memcpy(block(r), payload(r, bytes), bytes);
+    return;
+  }
+  in_windows(
+      call, bytes, 1, /*has_met=*/false,
+      [&](auto part, std::size_t offset, std::size_t length) {
+        put(part(rank_, 0), bytes_of(input) + offset, length);
+        if (block(rank_) != input) std::memcpy(block(rank_) + offset, bytes_of(input) + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (int r = 0; r < ranks_; ++r)
+          if (r != rank_) std::memcpy(block(r) + offset, part(r, 0), length);
+      });
+}
+
+void Group::gather(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, "gather", call.timeout_ns);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  const bool is_root = rank_ == call.root;
+  const auto keep = [&](int r, const unsigned char* from, std::size_t offset, std::size_t length) {
+    if (is_root) std::memmove(bytes_of(output) + static_cast<std::size_t>(r) * bytes + offset, from, length);
+  };
+  if (fits_slot(bytes)) {
+    exchange(call, input, bytes);
+    for (int r = 0; r < ranks_; ++r) keep(r, payload(r, bytes), 0, bytes);
+    return;
+  }
+  in_windows(
+      call, bytes, 1, /*has_met=*/false,
+      [&](auto part, std::size_t offset, std::size_t length) {
+        if (!is_root) put(part(rank_, 0), bytes_of(input) + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (int r = 0; r < ranks_; ++r) keep(r, r == rank_ ? bytes_of(input) + offset : part(r, 0), offset, length);
+      });
+}
+
+void Group::scatter(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, "scatter", call.timeout_ns);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
+  const auto mine = static_cast<std::size_t>(rank_);
+  const bool is_root = rank_ == call.root;
+  if (fits_slot(n * bytes)) {
+    exchange(call, input, is_root ? n * bytes : 0);
+    std::memcpy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
+    return;
+  }
+  in_windows(
+      call, bytes, n, /*has_met=*/false,
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (std::size_t r = 0; is_root && r < n; ++r)
+          if (r != mine) put(part(rank_, r), bytes_of(input) + r * bytes + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        const unsigned char* from = is_root ? bytes_of(input) + mine * bytes + offset : part(call.root, mine);
+        std::memmove(bytes_of(output) + offset, from, length);
+      });
+}
+
+void Group::all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
+                       const Call& call) {
+  const Entry entry(*this, "all_to_all", call.timeout_ns);
+  const std::size_t item = item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_), me = static_cast<std::size_t>(rank_);
+  std::vector<std::size_t> sent(n + 1, 0), taken(n + 1, 0);  // where each part starts, in bytes
+  for (std::size_t r = 0; r < n; ++r) {
+    sent[r + 1] = sent[r] + input_splits[r] * item;
+    taken[r + 1] = taken[r] + output_splits[r] * item;
+  }
+  // First every rank tells what it sends to each other one and what it expects from each: so the ranks know how long it
+  // takes, and ranks that disagree find out before anything is written.
+  std::vector<std::size_t> table(input_splits, input_splits + n);
+  table.insert(table.end(), output_splits, output_splits + n);
+  const std::size_t table_bytes = 2 * n * sizeof(std::size_t);
+  exchange(call, table.data(), table_bytes);
+  std::size_t longest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    for (std::size_t j = 0; j < n; ++j) {
+      const std::size_t sends = reinterpret_cast<const std::size_t*>(payload(static_cast<int>(i), table_bytes))[j];
+      const std::size_t expects = reinterpret_cast<const std::size_t*>(payload(static_cast<int>(j), table_bytes))[n + i];
+      if (sends != expects) report_splits(call, i, j, sends, expects);
+      longest = std::max(longest, sends * item);
+    }
+  }
+  std::memmove(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item);
+  const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
+    return offset < bytes ? std::min(length, bytes - offset) : 0;
+  };
+  in_windows(
+      call, longest, n, /*has_met=*/true,
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (std::size_t r = 0; r < n; ++r)
+          if (r != me) put(part(rank_, r), bytes_of(input) + sent[r] + offset, piece_of(sent[r + 1] - sent[r], offset, length));
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (std::size_t r = 0; r < n; ++r)
+          if (r != me)
+            std::memcpy(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length));
+      });
+}
+
+}  // namespace pycomm::shm

@@ -1,0 +1,286 @@
+#include "group.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../kernels/reduce.h"
+#include "errors.h"
+
+namespace pycomm::shm {
+namespace {
+
+constexpr const char* kVerbs[] = {"barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast",
+                                  "all_gather", "all_to_all", "gather", "scatter"};
+constexpr const char* kDTypeNames[] = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "bool", "float16",
+                                       "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
+                                       "float8_e4m3fnuz", "float8_e5m2fnuz"};
+constexpr const char* kOpNames[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG", "PREMUL_SUM"};
+
+constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
+constexpr int kAttempts = 4;
+constexpr int kPings = 8;
+constexpr std::size_t kMeasureEvery = 32u << 20;  // bytes of traffic, a few milliseconds' worth,
+constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
+constexpr std::size_t kStreamFrom = 768;         // far apart, non-temporal stores win from here on
+
+// Counts forks: a forked child inherits the mapping, but it is not a rank.
+std::atomic<int> forks{0};
+[[maybe_unused]] const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+
+std::uint64_t encode(const Call& call) {
+  return static_cast<std::uint64_t>(call.verb) | static_cast<std::uint64_t>(call.op) << 8 |
+         static_cast<std::uint64_t>(call.dtype) << 16 | static_cast<std::uint64_t>(call.root) << 32;
+}
+
+Call decode(std::uint64_t word, std::uint64_t numel) {
+  Call call{static_cast<Verb>(word & 0xff)};
+  call.op = static_cast<ReduceOp>(word >> 8 & 0xff);
+  call.dtype = static_cast<DType>(word >> 16 & 0xff);
+  call.root = static_cast<int>(word >> 32);
+  call.numel = numel;
+  return call;
+}
+
+bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
+bool has_root(Verb verb) { return verb == Verb::kReduce || verb == Verb::kBroadcast || verb == Verb::kGather || verb == Verb::kScatter; }
+
+}  // namespace
+
+const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
+
+std::string describe(const Call& call) {
+  if (call.verb > Verb::kScatter || static_cast<int>(call.dtype) >= kDTypes || static_cast<int>(call.op) >= kReduceOps) return "(unreadable)";
+  std::string text = verb_name(call.verb);
+  if (call.verb == Verb::kBarrier) return text + "()";
+  text += "(";
+  if (reduces(call.verb)) text += std::string(kOpNames[static_cast<int>(call.op)]) + ", ";
+  text += std::string(kDTypeNames[static_cast<int>(call.dtype)]) + ", " + std::to_string(call.numel) + " elements";
+  if (has_root(call.verb)) text += ", root " + std::to_string(call.root);
+  return text + ")";
+}
+
+Group::Group(Setup setup)
+    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks.load()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0),
+      heap_buffers_{std::vector<unsigned char*>(ranks_), std::vector<unsigned char*>(ranks_)} {
+  const FileLayout file = FileLayout::of(setup_.host_ranks);
+  if (setup_.area >= kAreas) throw Broken("shared memory: more than " + std::to_string(kAreas) + " groups were made in this job");
+  mapping_ = std::make_unique<Mapping>(setup_.fd, file.areas + setup_.area * file.area_stride, at_.total);
+  area_ = mapping_->data();
+  mapping_->populate(0, at_.resident, false);
+  waiter_ = std::make_unique<Waiter>(Waiter::Setup{reinterpret_cast<Control*>(area_), reinterpret_cast<Sleeper*>(area_ + at_.sleepers),
+                                                   rank_, ranks_, setup_.pidfds, setup_.pids, setup_.is_oversubscribed,
+                                                   setup_.check_interrupt});
+  waiter_->name(setup_.name, &seq_);
+  mailbox_ = std::make_unique<Mailbox>(area_, at_, Waiter::Setup{reinterpret_cast<Control*>(area_ + at_.mail_control),
+                                       reinterpret_cast<Sleeper*>(area_ + at_.mail_sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
+                                       setup_.is_oversubscribed, setup_.check_interrupt}, setup_.name,
+                                       [this](std::size_t offset, std::size_t bytes) { mapping_->populate(offset, bytes, false); });
+  // The first exchange: everybody is here, and means the same group.
+  Call hello{Verb::kBarrier};
+  hello.numel = setup_.members;
+  const Entry entry(*this, "new_group", 0);
+  publish(hello);
+  meet(hello);
+  account(kMeasureEvery, "new_group");
+}
+
+Group::~Group() { close(); }
+
+std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
+  // One line a leader is enough: it makes its next group after all members of this one have met in it.
+  Made& made = reinterpret_cast<Made*>(area_ + at_.made)[leader];
+  if (leader == rank_) {
+    made.area = setup_.heaps->take_area();
+    store_release(made.key, key);
+    return made.area;
+  }
+  const std::int64_t deadline_ns = monotonic_ns() + setup_.timeout_ns;
+  while (load_acquire(made.key) < key) {
+    setup_.check_interrupt();
+    if (is_dead(setup_.pidfds[leader]))
+      throw PeerLost(waiter_->where("new_group") + ": rank " + std::to_string(leader) + ", the first of the new group, has died; leave it out", leader);
+    if (monotonic_ns() > deadline_ns)
+      throw Timeout(waiter_->where("new_group") + ": rank " + std::to_string(leader) + ", the first of the new group, has not come; every rank must make the same groups in the same order");
+    usleep(50);
+  }
+  return made.area;
+}
+
+void Group::close() {
+  if (is_closed_) return;
+  is_closed_ = true;
+  if (forks.load(std::memory_order_relaxed) != forks_at_start_) {
+    (void)mailbox_.release();  // a forked child has nothing to leave, nor the helper thread that this would join
+    return;
+  }
+  mailbox_->close();
+  waiter_->leave();
+  Control& control = *reinterpret_cast<Control*>(area_);
+  if (__atomic_add_fetch(&control.left, 1, __ATOMIC_ACQ_REL) == static_cast<std::uint32_t>(ranks_)) mapping_->release(0, at_.total);
+}
+
+Group::Entry::Entry(Group& group, const char* verb, std::int64_t timeout_ns) : group_(group) {
+  if (group.is_busy_.exchange(true, std::memory_order_acquire))
+    throw Broken(group.waiter_->where(verb) + ": another thread is inside a collective of this group; use one thread a group at a time");
+  ++group.seq_;
+  group.deadline_ = Deadline{timeout_ns > 0 ? timeout_ns : group.setup_.timeout_ns};
+  const bool is_child = forks.load(std::memory_order_relaxed) != group.forks_at_start_;
+  if (__builtin_expect(!group.is_closed_ && !is_child && load_acquire(reinterpret_cast<Control*>(group.area_)->failure) == 0, 1)) return;
+  group.is_busy_.store(false, std::memory_order_release);
+  if (group.is_closed_) throw Broken(group.waiter_->where(verb) + ": this rank has closed the group");
+  if (is_child) throw Broken(group.waiter_->where(verb) + ": this process was forked from a rank and is not one; call pycomm.init in it, or use the group in the parent");
+  group.waiter_->throw_if_broken(verb);
+}
+
+Group::Entry::~Entry() { group_.is_busy_.store(false, std::memory_order_release); }
+
+// -- the exchange ---------------------------------------------------------------------------------------------------------
+
+void Group::publish(const Call& call) {
+  Header& mine = header(rank_);
+  mine.call = encode(call);
+  mine.numel = call.numel;
+  mine.factor = call.factor;
+  store_release(mine.seq, seq_);
+  waiter_->published();
+}
+
+void Group::publish(const Call& call, const Places& places) {
+  std::memcpy(header(rank_).payload, &places, sizeof places);
+  publish(call);
+}
+
+Group::Places Group::places(int rank) const {
+  Places places;
+  std::memcpy(&places, header(rank).payload, sizeof places);
+  return places;
+}
+
+int Group::count_shared() const {
+  int shared = 0;
+  for (int r = 0; r < ranks_; ++r) shared += places(r).are_shared();
+  return shared;
+}
+
+void Group::meet(const Call& call) {
+  const std::uint64_t mine = encode(call);
+  bool agree = true;
+  for (int i = 1; i < ranks_; ++i) {
+    const int r = rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_;
+    const Header& other = header(r);
+    waiter_->until(other.seq, seq_, r, deadline_, verb_name(call.verb));
+    agree &= other.call == mine && other.numel == call.numel;
+  }
+  if (__builtin_expect(!agree, 0)) report_mismatch(call);
+}
+
+void Group::report_mismatch(const Call& call) {
+  // Some ranks have staged something for this call and some have not; all go on behind it.
+  window_ += 2;
+  cursor_ = 0;
+  std::string text = waiter_->where(verb_name(call.verb)) + ": the ranks called different collectives:";
+  for (int r = 0; r < ranks_; ++r) text += "\n  rank " + std::to_string(r) + ": " + describe(decode(header(r).call, header(r).numel));
+  throw Mismatch(text + "\nNo buffer was written. Make the ranks call the same collectives with the same arguments, in the same order.");
+}
+
+void Group::report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected) {
+  throw Mismatch(waiter_->where(verb_name(call.verb)) + ": rank " + std::to_string(from) + " sends " + std::to_string(sent) +
+                 " elements to rank " + std::to_string(to) + ", which expects " + std::to_string(expected) +
+                 "\nNo buffer was written. Entry j of rank i's input splits must be entry i of rank j's output splits.");
+}
+
+void Group::load_factors(const Call& call) {
+  if (call.op != ReduceOp::kPremulSum) return;
+  for (int r = 0; r < ranks_; ++r) factors_[r] = header(r).factor;
+}
+
+// -- windows --------------------------------------------------------------------------------------------------------------
+
+void Group::use_ring() {
+  if (has_ring_) return;
+  // This rank's own; the others' are populated by their owners before anything in them is published.
+  mapping_->populate(at_.rings + static_cast<std::size_t>(rank_) * at_.ring_bytes, at_.ring_bytes, at_.ring_bytes >= kHugePage);
+  has_ring_ = true;
+}
+
+std::size_t Group::take(std::size_t bytes) {
+  bytes = round_up(bytes, kLine);
+  if (cursor_ + bytes > at_.ring_bytes) cursor_ = 0;
+  const std::size_t place = cursor_;
+  cursor_ += bytes;
+  return place;
+}
+
+void Group::publish_window() {
+  store_release(published(rank_), window_ + 1);
+  waiter_->published();
+}
+
+void Group::await_windows(const char* verb) {
+  for (int i = 1; i < ranks_; ++i) {
+    const int r = rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_;
+    waiter_->until(published(r), window_ + 1, r, deadline_, verb);
+  }
+}
+
+void Group::publish_result() {
+  store_release(reduced(rank_), window_ + 1);
+  waiter_->published();
+}
+
+void Group::await_results(const char* verb) {
+  for (int i = 1; i < ranks_; ++i) {
+    const int r = rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_;
+    waiter_->until(reduced(r), window_ + 1, r, deadline_, verb);
+  }
+}
+
+void Group::sync(const char* verb) {
+  publish_window();
+  await_windows(verb);
+  ++window_;
+}
+
+void Group::put(void* to, const void* from, std::size_t bytes) const {
+  if (is_far_ && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
+  std::memcpy(to, from, bytes);
+}
+
+void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const {
+  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), false);
+}
+
+void Group::account(std::size_t bytes, const char* verb) {
+  if (setup_.is_oversubscribed || ranks_ == 1) return;
+  traffic_bytes_ += kCallBytes + bytes;
+  if (traffic_bytes_ >= kMeasureEvery) measure_line(verb);
+}
+
+void Group::measure_line(const char* verb) {
+  // Cache lines travel in 30 ns between cores that share an L3 and in 250 ns between those that do not, and a virtual
+  // machine's cores may be moved from one to the other at any time. Far apart, plain stores leave windows dirty in the
+  // wrong L3, where the reader gets them at 2 GB/s; non-temporal stores avoid that, and lose where the cores are near.
+  traffic_bytes_ = 0;
+  sync(verb);
+  const int peer = rank_ ^ 1;
+  if (peer >= ranks_) return;
+  std::int64_t best_ns = INT64_MAX;  // of a few tries: the slow ones were interrupted
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    const std::uint64_t base = pings(rank_) + 1;  // both counters of a pair stand alike
+    const std::int64_t start = monotonic_ns();
+    for (std::uint64_t i = base; i < base + kPings; ++i) {
+      if (rank_ & 1) waiter_->until(pings(peer), i, peer, deadline_, verb);
+      store_release(pings(rank_), i);
+      waiter_->published();
+      if (!(rank_ & 1)) waiter_->until(pings(peer), i, peer, deadline_, verb);
+    }
+    best_ns = std::min(best_ns, monotonic_ns() - start);
+  }
+  line_ns_ = static_cast<double>(best_ns) / (2 * kPings);
+  is_far_ = line_ns_ > kFarNs;
+}
+
+}  // namespace pycomm::shm

@@ -1,0 +1,200 @@
+// The ranks of one group on one host: the exchange that every collective begins with, and the collectives.
+//
+// [Note: every collective is a full exchange]
+// Each collective, a broadcast too, begins with every rank publishing a header (what it calls, with what arguments) in
+// its own slot and reading everybody's. That one exchange is
+//   - the synchronization: a rank that has read all headers #s knows that every rank has finished collective #s-1;
+//   - the check: ranks that disagree see it before anything is written to a caller's buffer, on every rank;
+//   - for small messages the whole transfer, since the payload lies behind the header, or inside its cache line.
+//
+// [Note: two slots]
+// A rank has two slots, used in turn. It writes slot s%2 for collective #s after it finished #s-1, that is, after it
+// read all headers #s-1, each of which its owner published after it had finished reading everybody's slot #s-2. So
+// nobody reads what is overwritten, and no rank ever waits for permission to write.
+//
+// [Note: the ring]
+// What does not fit a slot is staged in the rank's ring, a window at a time. Every rank takes the same places of its own
+// ring in the same order, so no place is ever told. A window is counted in `published` once it is filled and a second
+// phase in `reduced`; window w is filled after everybody's window w-1 was seen, so everybody is done with w-3, and the
+// ring is long enough that w-2, w-1 and w do not touch.
+// The ring is longer than that for speed: a line that both cores still hold in their L2 costs 10 ns to write and read
+// again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../types.h"
+#include "heap.h"
+#include "layout.h"
+#include "mailbox.h"
+#include "mapping.h"
+#include "wait.h"
+
+namespace pycomm::shm {
+
+enum class Verb : std::uint8_t {
+  kBarrier = 0, kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kAllToAll, kGather, kScatter,
+};
+
+// What a rank calls; compared with what the others call.
+struct Call {
+  Verb verb;
+  DType dtype = DType::kUInt8;
+  ReduceOp op = ReduceOp::kSum;
+  int root = 0;
+  std::size_t numel = 0;
+  double factor = 1.0;
+  std::int64_t timeout_ns = 0;  // 0: the group's
+};
+
+// "all_reduce(SUM, float32, 1024 elements)"
+std::string describe(const Call& call);
+const char* verb_name(Verb verb);
+
+class Group {
+ public:
+  struct Setup {
+    int fd;                         // the host's memfd
+    int host_ranks;                 // ranks of the host; it decides the file's layout
+    std::uint64_t area;             // which area is this group's
+    int rank, ranks;
+    std::vector<int> host_rank_of;  // of each member
+    std::vector<int> pidfds, pids;  // of each member
+    std::string name;
+    std::uint64_t members;          // hash of the member list
+    std::int64_t timeout_ns;
+    bool is_oversubscribed;         // more ranks on the host than cores
+    std::shared_ptr<Heaps> heaps;
+    void (*check_interrupt)();
+  };
+
+  // Takes the group's area and waits until every member has.
+  explicit Group(Setup setup);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int ranks() const { return ranks_; }
+
+  // Collectives. `call.numel` counts the elements of one rank's part: of the buffer itself in all_reduce, reduce and
+  // broadcast, of the smaller buffer in the others. `output` may be `input` where the two are of one size.
+  void barrier(std::int64_t timeout_ns);
+  void all_reduce(void* output, const void* input, const Call& call);
+  void reduce(void* output, const void* input, const Call& call);
+  void reduce_scatter(void* output, const void* input, const Call& call);
+  void broadcast(void* data, const Call& call);
+  void all_gather(void* output, const void* input, const Call& call);
+  void gather(void* output, const void* input, const Call& call);
+  void scatter(void* output, const void* input, const Call& call);
+  // Splits count elements, one entry a rank.
+  void all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
+                  const Call& call);
+
+  // The area of a new group that `leader` of this one is the first member of, the `key`th of this group's; called by its
+  // members, also when this group is broken.
+  std::uint64_t area_of_child(int leader, std::uint64_t key);
+
+  // Point-to-point messages.
+  Mailbox& mailbox() { return *mailbox_; }
+
+  // Leaves the group. The memory goes back when the last member has left. Never blocks.
+  void close();
+
+  // One-way latency of a cache line between this rank and its neighbour as measured last, in ns; 0 before.
+  double line_ns() const { return line_ns_; }
+
+ private:
+  // One collective: checks on entry that the group may be used, counts on leaving.
+  class Entry {
+   public:
+    Entry(Group& group, const char* verb, std::int64_t timeout_ns);
+    ~Entry();
+
+   private:
+    Group& group_;
+  };
+
+  struct Places {  // where this rank's buffers lie; travels in the header's payload
+    Place input, output;
+    bool are_shared() const { return input != 0 && output != 0; }
+  };
+
+  unsigned char* line(int rank) const {
+    return area_ + at_.slots + (2 * static_cast<std::size_t>(rank) + (seq_ & 1)) * at_.slot_stride;
+  }
+  Header& header(int rank) const { return *reinterpret_cast<Header*>(line(rank)); }
+  // Where rank `rank` puts a message of up to slot_bytes: the smallest travel in the header's own cache line.
+  unsigned char* payload(int rank, std::size_t bytes) const {
+    return bytes <= sizeof(Header::payload) ? header(rank).payload : line(rank) + sizeof(Header);
+  }
+  bool fits_slot(std::size_t bytes) const { return bytes <= at_.slot_bytes; }
+  unsigned char* staged(int rank, std::size_t place) const {
+    return area_ + at_.rings + static_cast<std::size_t>(rank) * at_.ring_bytes + place;
+  }
+  std::uint64_t& published(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.published)[rank].value; }
+  std::uint64_t& reduced(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.reduced)[rank].value; }
+  std::uint64_t& pings(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.pings)[rank].value; }
+  Places places(int rank) const;
+  int count_shared() const;
+
+  void publish(const Call& call);                       // this rank's header; its payload is written already
+  void publish(const Call& call, const Places& places); // the same, for a large message
+  void meet(const Call& call);                          // everybody's header, compared with this rank's
+  [[noreturn]] void report_mismatch(const Call& call);
+  [[noreturn]] void report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected);
+  void load_factors(const Call& call);                  // everybody's factor of a PREMUL_SUM
+
+  void use_ring();                       // populates this rank's ring, once
+  std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
+  void publish_window();                 // this rank's part of the current window is written
+  void await_windows(const char* verb);
+  void publish_result();
+  void await_results(const char* verb);
+  void sync(const char* verb);  // returns once every rank has called it
+
+  void exchange(const Call& call, const void* data, std::size_t bytes);
+  void put(void* to, const void* from, std::size_t bytes) const;  // into memory that others will read
+  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const;
+  // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece.
+  // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
+  // `use(part, offset, bytes)` are given `part(rank, i)`, the address of rank's part i, and the piece.
+  template <class Fill, class Use>
+  void in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use);
+  void all_reduce_in_slots(void* output, const Call& call);
+  void all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine);
+  void all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
+  void all_reduce_in_heaps(const Call& call);
+  // Counts what a call cost; now and then measures the machine again and chooses how to store.
+  void account(std::size_t bytes, const char* verb);
+  void measure_line(const char* verb);
+
+  Setup setup_;
+  int rank_, ranks_;
+  int forks_at_start_;
+  AreaLayout at_;
+  std::unique_ptr<Mapping> mapping_;
+  unsigned char* area_;
+  std::unique_ptr<Waiter> waiter_;
+  std::unique_ptr<Mailbox> mailbox_;
+  std::uint64_t seq_ = 0;      // of the collective under way, or the last one
+  std::uint64_t window_ = 0;   // windows used so far
+  std::size_t cursor_ = 0;     // of the ring
+  Deadline deadline_{};
+  std::vector<const void*> inputs_;  // scratch: one pointer a rank
+  std::vector<double> factors_;
+  struct {
+    std::vector<unsigned char*> inputs, outputs;
+  } heap_buffers_;
+  bool has_ring_ = false;
+  bool is_closed_ = false;
+  bool is_far_ = false;  // a cache line takes long to this rank's neighbour
+  double line_ns_ = 0;
+  std::size_t traffic_bytes_ = 0;    // since that was measured
+  std::atomic<bool> is_busy_{false};
+};
+
+}  // namespace pycomm::shm

@@ -1,0 +1,128 @@
+// Where everything lies in the memory that the ranks of one host share.
+//
+// One memfd a job and host, sized once, sparse, and sealed against resizing. It holds
+//
+//   [ directory ]               how many areas are taken
+//   [ area 0 | area 1 | ... ]   one area a group; area 0 is the world's
+//   [ heap 0 | heap 1 | ... ]   one heap a rank: the buffers of pycomm.empty(..., shared=True)
+//
+// The file is far larger than any memory; only what is populated (see Mapping::populate) exists. So a group is made
+// without a message and without a file descriptor crossing a process boundary: its first member takes the next area and
+// leaves word in the area of the group that it is made from.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace pycomm::shm {
+
+inline constexpr std::size_t kLine = 64;            // a cache line
+inline constexpr std::size_t kPage = 4096;
+inline constexpr std::size_t kHugePage = 2u << 20;
+inline constexpr std::size_t kHeapBytes = std::size_t{256} << 30;  // address space of one rank's heap, not memory
+inline constexpr std::uint64_t kAreas = 1u << 20;
+inline constexpr int kMaxRanks = 128;
+
+constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
+// The first line of a rank's slot: what it calls, and the flag that says the slot is filled. The receiver reads this
+// line anyway, so comparing what the ranks called costs no further cache miss.
+struct alignas(kLine) Header {
+  std::uint64_t seq;       // written last, with release; the slot belongs to collective number `seq`
+  std::uint64_t call;      // verb | op << 8 | dtype << 16 | root << 32
+  std::uint64_t numel;
+  double factor;           // of PREMUL_SUM
+  unsigned char payload[32];  // a small message travels in the flag's own cache line
+};
+static_assert(sizeof(Header) == kLine);
+
+// Counters of one rank, written by that rank alone, each on a line of its own.
+struct alignas(2 * kLine) Counter {
+  std::uint64_t value;
+};
+
+// What the first member of a new group leaves for the others in the area of the old one.
+struct alignas(2 * kLine) Made {
+  std::uint64_t key;       // which new group, counted from 1
+  std::uint64_t area;
+};
+
+// A rank that sleeps says here for whom; see wait.h.
+struct alignas(2 * kLine) Sleeper {
+  std::uint32_t bell;      // futex
+  std::uint32_t awaits;    // 1 + rank waited for, kAnyone, or 0 when awake
+  std::uint32_t is_gone;   // the rank has closed the group
+};
+inline constexpr std::uint32_t kAnyone = 0xffffffffu;
+
+// Read at every call, written almost never: stays in every core's cache.
+struct alignas(2 * kLine) Control {
+  std::uint64_t failure;   // 0, or what broke the group: kind | (1 + rank) << 8
+  std::uint32_t sleepers;  // how many ranks sleep in a futex
+  std::uint32_t left;      // how many members have closed the group
+  std::uint64_t members;   // hash of the member list, the same from every member
+};
+
+// Byte offsets inside the area of a group of `ranks` members.
+struct AreaLayout {
+  int ranks;
+  std::size_t slot_bytes;     // payload of one of a rank's two slots: up to here a message goes in one exchange
+  std::size_t ring_bytes;     // a rank's staging ring
+  std::size_t window_bytes;   // the most that a rank stages at a time
+  std::size_t channel_bytes;  // one point-to-point channel
+  std::size_t published, reduced, pings, made, sleepers;  // one line or two a rank
+  std::size_t mail_control, mail_sleepers, mail_counters; // the same for point-to-point messages
+  std::size_t slots, slot_stride;
+  std::size_t resident;                                  // up to here every rank populates; the rest when first needed
+  std::size_t rings;
+  std::size_t channels, total;
+
+  static AreaLayout of(int ranks) {
+    AreaLayout at{};
+    at.ranks = ranks;
+    at.slot_bytes = 4 * 1024;
+    // A ring that is larger than a core's L2 and, all rings together, smaller than L3; see [Note: the ring].
+    at.ring_bytes = ranks <= 2 ? 4u << 20 : ranks <= 4 ? 2u << 20 : ranks <= 8 ? 1u << 20 : 256u << 10;
+    at.window_bytes = at.ring_bytes / 8;
+    at.channel_bytes = ranks <= 8 ? 256 * 1024 : ranks <= 32 ? 64 * 1024 : 16 * 1024;
+    const auto n = static_cast<std::size_t>(ranks);
+    std::size_t end = round_up(sizeof(Control), kLine);
+    const auto take = [&end](std::size_t bytes, std::size_t unit) {
+      const std::size_t start = round_up(end, unit);
+      end = start + bytes;
+      return start;
+    };
+    at.published = take(n * sizeof(Counter), kLine);
+    at.reduced = take(n * sizeof(Counter), kLine);
+    at.pings = take(n * sizeof(Counter), kLine);
+    at.made = take(n * sizeof(Made), kLine);
+    at.sleepers = take(n * sizeof(Sleeper), kLine);
+    at.mail_control = take(sizeof(Control), kLine);
+    at.mail_sleepers = take(n * sizeof(Sleeper), kLine);
+    at.mail_counters = take(n * n * 2 * kLine, kLine);
+    at.slot_stride = round_up(sizeof(Header) + at.slot_bytes, kPage);
+    at.slots = take(n * 2 * at.slot_stride, kPage);
+    at.resident = round_up(end, kPage);
+    at.rings = take(n * at.ring_bytes, at.ring_bytes >= kHugePage ? kHugePage : kPage);
+    at.channels = take(n * n * at.channel_bytes, kPage);
+    at.total = round_up(end, kHugePage);
+    return at;
+  }
+};
+
+// The file of a host with `ranks` ranks: every group of any of them fits an area.
+struct FileLayout {
+  std::size_t areas, area_stride, heaps, total;
+
+  static FileLayout of(int ranks) {
+    FileLayout at{};
+    at.areas = kHugePage;  // the directory has the first page
+    for (int n = 1; n <= ranks; ++n) at.area_stride = std::max(at.area_stride, AreaLayout::of(n).total);
+    at.heaps = round_up(at.areas + kAreas * at.area_stride, std::size_t{1} << 30);
+    at.total = at.heaps + static_cast<std::size_t>(ranks) * kHeapBytes;
+    return at;
+  }
+};
+
+}  // namespace pycomm::shm

@@ -1,0 +1,124 @@
+// Point-to-point messages of a group: a channel, a ring of bytes, for each ordered pair of ranks.
+//
+// A message is a frame (length, tag) and its bytes, streamed through the channel of its pair, however long. The receiver matches by tag; what nobody has asked for yet is set aside, so that one tag does not
+// block another. Bytes move when somebody waits for a message of this mailbox, or when a helper thread of the mailbox
+// (started by the first message that does not complete at once) finds that nobody does.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "layout.h"
+#include "wait.h"
+
+namespace pycomm::shm {
+
+struct Message {
+  Message(bool is_send_, int peer_, std::int64_t tag_, unsigned char* data_, std::size_t bytes_)
+      : is_send(is_send_), peer(peer_), tag(tag_), data(data_), bytes(bytes_) {}
+
+  bool is_send;
+  int peer;                  // -1: from anyone; then the sender, once it is known
+  std::int64_t tag;
+  unsigned char* data;
+  std::size_t bytes, moved = 0;
+  bool is_framed = false;    // its frame is in the ring
+  bool is_done = false;
+  std::string error;         // what went wrong, if anything; read once it is done
+  bool is_mismatch = false;
+};
+
+class Mailbox {
+ public:
+  // Allocates [offset, offset + bytes) of the area, before its first use.
+  using Populate = std::function<void(std::size_t, std::size_t)>;
+
+  // `area` is the group's memory, laid out as `at`.
+  Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, Populate populate);
+  ~Mailbox();
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
+
+  // Starts a message; the bytes stay the caller's and untouched until it is done.
+  std::shared_ptr<Message> send(const void* data, std::size_t bytes, int peer, std::int64_t tag);
+  std::shared_ptr<Message> receive(void* data, std::size_t bytes, int peer, std::int64_t tag);
+  // Moves what can be moved; true once `message` is done. Throws what went wrong with it.
+  bool test(const std::shared_ptr<Message>& message);
+  // Blocks until it is done. Throws Mismatch, PeerLost, Timeout.
+  void wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns);
+  // Every message under way fails; later ones too.
+  void close();
+
+ private:
+  struct Frame {
+    std::uint64_t bytes;
+    std::int64_t tag;
+  };
+  struct Aside {  // a message that arrived before it was asked for
+    Frame frame;
+    std::vector<unsigned char> data;
+  };
+  struct Inbound {  // what is being read from one rank's ring
+    bool is_open = false;             // a frame has been read, its bytes are not all here
+    Frame frame{};
+    std::size_t moved = 0;
+    std::shared_ptr<Message> target;  // where they go; if null, to `aside`, or nowhere if `is_dropped`
+    bool is_dropped = false;
+    std::vector<unsigned char> aside;
+    std::deque<Aside> set_aside;
+  };
+
+  std::uint64_t& written(int from, int to) const { return counters_[2 * (from * ranks_ + to)].value; }
+  std::uint64_t& read(int from, int to) const { return counters_[2 * (from * ranks_ + to) + 1].value; }
+  unsigned char* channel(int from, int to) const;
+  void write_channel(int to, const void* bytes, std::size_t count);
+  void read_channel(int from, void* bytes, std::size_t count) const;  // does not consume
+
+  std::shared_ptr<Message> start(std::shared_ptr<Message> message);
+  // All of these are called with mutex_ held. The bool ones say whether a byte moved.
+  bool progress();
+  bool push(Message& message);
+  bool pull(int from);
+  void open_inbound(int from);
+  bool take_aside(Message& message);
+  void accept(Message& message, const Frame& frame, int from);  // `frame` is for `message`
+  bool is_awaited(int from) const;
+  void cancel(const std::shared_ptr<Message>& message);
+  void fail_all(const std::string& error);
+  bool is_anything_new();
+  void help();
+  static void throw_if_failed(const Message& message);
+  bool has_work() const { return !sends_.empty() || !receives_.empty(); }
+
+  struct alignas(kLine) LineCounter {
+    std::uint64_t value;
+  };
+
+  unsigned char* area_;
+  const AreaLayout at_;
+  int rank_, ranks_;
+  LineCounter* counters_;
+  Waiter waiter_;
+  Populate populate_;
+
+  std::mutex mutex_;                      // guards everything below
+  std::condition_variable changed_;
+  std::list<std::shared_ptr<Message>> sends_, receives_;  // under way, in the order they were started
+  std::vector<Inbound> inbound_;
+  std::vector<char> has_channel_;
+  std::uint64_t messages_ = 0;
+  std::string broken_;                    // why nothing works any more
+  bool is_driven_ = false;                // some thread is inside wait's loop
+  bool is_closed_ = false;
+  std::thread helper_;
+};
+
+}  // namespace pycomm::shm

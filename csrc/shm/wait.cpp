@@ -1,0 +1,152 @@
+#include "wait.h"
+
+#include <linux/futex.h>
+#include <linux/membarrier.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+
+#include "errors.h"
+
+namespace pycomm::shm {
+namespace {
+
+constexpr std::int64_t kYieldNs = 50'000;         // how long to yield before sleeping
+constexpr std::int64_t kNapNs = 8'000'000;        // how long to sleep before looking around
+constexpr int kSpinsAlone = 1000;                 // about 20 us where every rank has a core
+constexpr int kSpinsShared = 40;                  // where the awaited rank may need this very core
+
+bool has_membarrier() {
+  static const bool has = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0;
+  return has;
+}
+
+}  // namespace
+
+bool is_dead(int pidfd) {
+  struct pollfd entry{pidfd, POLLIN, 0};
+  return pidfd >= 0 && poll(&entry, 1, 0) == 1;
+}
+
+std::int64_t monotonic_ns() {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+}
+
+Waiter::Waiter(Setup setup)
+    : setup_(std::move(setup)), spins_(setup_.is_oversubscribed ? kSpinsShared : kSpinsAlone), must_fence_(!has_membarrier()) {}
+
+void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline,
+                        const char* doing) {
+  const auto is_ready = [&] { return load_acquire(word) >= target; };
+  const std::int64_t start = monotonic_ns();
+  if (deadline.at_ns == 0) deadline.at_ns = start + deadline.timeout_ns;
+  do {
+    sched_yield();
+    if (is_ready()) return;
+  } while (monotonic_ns() - start < kYieldNs);
+  for (;;) {
+    doze(peer, is_ready);
+    if (is_ready()) return;
+    try {
+      check(peer, deadline, doing);
+    } catch (...) {
+      if (is_ready()) return;  // it died, or the clock ran out, after all that was asked of it
+      throw;
+    }
+  }
+}
+
+void Waiter::check(int peer, Deadline& deadline, const char* doing) {
+  setup_.check_interrupt();
+  look_around(doing);
+  if (peer >= 0 && __atomic_load_n(&setup_.sleepers[peer].is_gone, __ATOMIC_ACQUIRE) != 0) {
+    declare(FailureKind::kClosed, peer);
+    throw_if_broken(doing);
+  }
+  if (monotonic_ns() < deadline.at_ns) return;
+  declare(FailureKind::kTimeout, setup_.rank);
+  throw Timeout(where(doing) + ": timed out waiting for " +
+                (peer < 0 ? std::string("any rank") : "rank " + std::to_string(peer) + " (pid " + std::to_string(setup_.pids[peer]) + ")") +
+                ", which is alive but has not arrived; look at what it is doing, or pass a longer timeout=");
+}
+
+void Waiter::look_around(const char* doing) {
+  throw_if_broken(doing);
+  for (int r = 0; r < setup_.ranks; ++r) {
+    if (!is_dead(setup_.pidfds[r])) continue;
+    declare(FailureKind::kPeerLost, r);
+    throw_if_broken(doing);
+  }
+}
+
+void Waiter::declare(FailureKind kind, int culprit) {
+  std::uint64_t none = 0;
+  const std::uint64_t value = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(culprit + 1) << 8;
+  // The first discovery stands; later ones are its consequences.
+  if (__atomic_compare_exchange_n(&setup_.control->failure, &none, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) wake();
+}
+
+void Waiter::leave() {
+  __atomic_store_n(&setup_.sleepers[setup_.rank].is_gone, 1, __ATOMIC_SEQ_CST);
+  wake();
+}
+
+void Waiter::throw_if_broken(const char* doing) const {
+  const std::uint64_t failure = load_acquire(setup_.control->failure);
+  if (failure == 0) return;
+  const int culprit = static_cast<int>(failure >> 8) - 1;
+  const std::string who = "rank " + std::to_string(culprit) + " (pid " + std::to_string(setup_.pids[culprit]) + ")";
+  switch (static_cast<FailureKind>(failure & 0xff)) {
+    case FailureKind::kPeerLost:
+      throw PeerLost(where(doing) + ": lost " + who + ": its process has ended; the group is broken, make a new one of the ranks that live",
+                     culprit);
+    case FailureKind::kClosed:
+      throw PeerLost(where(doing) + ": " + who + " has closed the group; every rank must make the same calls before it closes", culprit);
+    default:
+      throw Timeout(where(doing) + ": " + who + " ran out of time in this group; the group is broken, make a new one");
+  }
+}
+
+std::string Waiter::where(const char* doing) const {
+  return std::string(doing) + " #" + std::to_string(seq_ == nullptr ? 0 : *seq_) + " on group '" + group_ + "', rank " +
+         std::to_string(setup_.rank) + " of " + std::to_string(setup_.ranks);
+}
+
+void Waiter::wake() {
+  const std::uint32_t me = static_cast<std::uint32_t>(setup_.rank) + 1;
+  const bool is_broken = load_acquire(setup_.control->failure) != 0;
+  for (int r = 0; r < setup_.ranks; ++r) {
+    Sleeper& other = setup_.sleepers[r];
+    const std::uint32_t awaits = __atomic_load_n(&other.awaits, __ATOMIC_ACQUIRE);
+    if (awaits == 0 || !(awaits == me || awaits == kAnyone || is_broken)) continue;
+    __atomic_fetch_add(&other.bell, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, &other.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+std::uint32_t Waiter::lie_down(int peer) {
+  Sleeper& self = setup_.sleepers[setup_.rank];
+  const std::uint32_t bell = __atomic_load_n(&self.bell, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&self.awaits, peer < 0 ? kAnyone : static_cast<std::uint32_t>(peer) + 1, __ATOMIC_SEQ_CST);
+  __atomic_fetch_add(&setup_.control->sleepers, 1, __ATOMIC_SEQ_CST);
+  if (!must_fence_) syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0);
+  return bell;
+}
+
+void Waiter::sleep(std::uint32_t bell) {
+  const struct timespec nap{0, kNapNs};
+  syscall(SYS_futex, &setup_.sleepers[setup_.rank].bell, FUTEX_WAIT, bell, &nap, nullptr, 0);
+}
+
+void Waiter::get_up() {
+  __atomic_fetch_sub(&setup_.control->sleepers, 1, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&setup_.sleepers[setup_.rank].awaits, 0, __ATOMIC_SEQ_CST);
+}
+
+}  // namespace pycomm::shm

@@ -1,0 +1,112 @@
+// How a rank waits for another one's counter.
+//
+// Three stages, by what each costs where two cores serve the ranks: spin while the answer is a cache line away (tens of
+// nanoseconds), then sched_yield, which hands the core to a rank that shares it (1.4 us), then sleep in a futex (waking a
+// sleeper on another core costs 20 us, so only after 50 us of waiting). With more ranks than cores the spin is cut short.
+//
+// [Note: waking without a fence] A rank that publishes must know whether to wake somebody: store(flag); load(sleepers).
+// On every machine the load may overtake the store, and the fence that forbids it would cost each call 10 to 30 ns. So
+// the sleeper pays instead: it stores sleepers, has the kernel run a barrier on every core (membarrier), and only then looks
+// at the flag once more. Either the publisher's load comes after that barrier and sees the sleeper, or its store came before
+// and the sleeper sees the flag. Where membarrier is missing the publisher fences.
+//
+// A sleeper wakes every few milliseconds to look whether the awaited rank lives (its pidfd), whether somebody
+// declared the group broken, whether its deadline has passed and whether a signal (Ctrl-C) wants the thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace pycomm::shm {
+
+inline std::uint64_t load_acquire(const std::uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+inline void store_release(std::uint64_t& word, std::uint64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+std::int64_t monotonic_ns();
+bool is_dead(int pidfd);  // whether the process has ended; false for -1
+
+// What broke a group; kept in Control::failure so that one rank's discovery is everybody's.
+enum class FailureKind : std::uint8_t { kNone = 0, kPeerLost = 1, kTimeout = 2, kClosed = 3 };
+
+// The end of one call's patience. The clock is read when the first wait turns long, so that a short call never reads it.
+struct Deadline {
+  std::int64_t timeout_ns;
+  std::int64_t at_ns = 0;
+};
+
+class Waiter {
+ public:
+  struct Setup {
+    Control* control;
+    Sleeper* sleepers;            // one a rank
+    int rank, ranks;
+    std::vector<int> pidfds;      // one a rank; -1 where there is none (this rank itself)
+    std::vector<int> pids;
+    bool is_oversubscribed;       // more ranks on this host than cores
+    void (*check_interrupt)();    // throws if the thread has to leave (a Python signal handler raised)
+  };
+
+  explicit Waiter(Setup setup);
+
+  // Returns once `word` >= `target`, where rank `peer` (or anyone, if -1) writes it. Throws PeerLost, Timeout or what
+  // check_interrupt throws.
+  void until(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing) {
+    for (int i = 0; i < spins_; ++i) {
+      if (load_acquire(word) >= target) return;
+      pause();
+    }
+    until_slow(word, target, peer, deadline, doing);
+  }
+
+  // To be called after a counter was stored: wakes the ranks that sleep for this one.
+  void published() {
+    if (must_fence_) std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (__atomic_load_n(&setup_.control->sleepers, __ATOMIC_RELAXED) != 0) wake();
+  }
+
+  // One look at everything but the counter: throws if the group is broken, a signal came or rank `peer` is dead.
+  void check(int peer, Deadline& deadline, const char* doing);
+  // The part of `check` that any thread may do: throws if the group is broken or a rank of it is dead.
+  void look_around(const char* doing);
+  // Throws what Control::failure says, if it says anything.
+  void throw_if_broken(const char* doing) const;
+  // Sleeps until somebody publishes, or for a few milliseconds; `is_ready` is asked once more before sleeping.
+  template <class Ready>
+  void doze(int peer, Ready is_ready) {
+    const std::uint32_t bell = lie_down(peer);
+    if (!is_ready()) sleep(bell);
+    get_up();
+  }
+
+  std::string where(const char* doing) const;
+  void name(std::string group, const std::uint64_t* seq) { group_ = std::move(group), seq_ = seq; }
+  void declare(FailureKind kind, int culprit);
+  void leave();  // tells those who wait for this rank, now or later, that it has closed the group
+
+ private:
+  void until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
+  void wake();
+  std::uint32_t lie_down(int peer);
+  void sleep(std::uint32_t bell);
+  void get_up();
+
+  Setup setup_;
+  std::string group_;
+  const std::uint64_t* seq_ = nullptr;
+  int spins_;
+  bool must_fence_;
+};
+
+}  // namespace pycomm::shm

@@ -1,0 +1,151 @@
+"""pycomm: collective communication for Python and PyTorch, for ranks that are not all joined by NVLink.
+
+    import pycomm
+
+    with pycomm.init():
+        pycomm.all_reduce(tensor)
+
+Importing starts no thread, reads no environment and loads neither torch nor a native library: names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .config import Config
+from .errors import (
+    CheckpointError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    NativeUnavailableError,
+    PeerLostError,
+    PlanError,
+    PycommError,
+    TransportError,
+)
+from .types import PremulSum, ReduceOp, premul_sum
+
+if TYPE_CHECKING:
+    from .collectives.coalescing import coalescing
+    from .collectives.context import NON_MEMBER
+    from .collectives.group import CollectiveRecord, Group
+    from .collectives.init import finalize, init, is_initialized, local_rank, new_group, rank, split, world_size
+    from .collectives.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
+    from .collectives.memory import empty, zeros
+    from .collectives.objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        recv_object_list,
+        scatter_object_list,
+        send_object_list,
+    )
+    from .collectives.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+    from .collectives.verbs import (
+        all_gather_into_tensor,
+        all_gather_single,
+        all_reduce,
+        all_reduce_mean,
+        all_to_all_single,
+        barrier,
+        broadcast,
+        reduce,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+    )
+    from .collectives.work import Work
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    name: f"pycomm.collectives.{module}"
+    for module, names in {
+        "coalescing": "coalescing",
+        "context": "NON_MEMBER",
+        "group": "CollectiveRecord Group",
+        "init": "finalize init is_initialized local_rank new_group rank split world_size",
+        "lists": "all_gather all_to_all gather reduce_scatter scatter",
+        "memory": "empty zeros",
+        "objects": "all_gather_object broadcast_object_list gather_object recv_object_list scatter_object_list "
+        "send_object_list",
+        "p2p": "P2POp batch_isend_irecv irecv isend recv send",
+        "verbs": "all_gather_into_tensor all_gather_single all_reduce all_reduce_mean all_to_all_single barrier "
+        "broadcast reduce reduce_scatter_single reduce_scatter_tensor",
+        "work": "Work",
+    }.items()
+    for name in names.split()
+}
+
+__all__ = [
+    "NON_MEMBER",
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveRecord",
+    "CollectiveTimeoutError",
+    "Config",
+    "ConfigError",
+    "Group",
+    "NativeUnavailableError",
+    "P2POp",
+    "PeerLostError",
+    "PlanError",
+    "PremulSum",
+    "PycommError",
+    "ReduceOp",
+    "TransportError",
+    "Work",
+    "__version__",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_mean",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "coalescing",
+    "empty",
+    "finalize",
+    "gather",
+    "gather_object",
+    "init",
+    "irecv",
+    "is_initialized",
+    "isend",
+    "local_rank",
+    "new_group",
+    "premul_sum",
+    "rank",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "split",
+    "world_size",
+    "zeros",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value  # next time it is an ordinary attribute
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

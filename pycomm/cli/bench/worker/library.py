@@ -1,0 +1,62 @@
+"""The contract between the benchmark and a library under test, and the buffers that it hands out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .cases import Bits, Case, Values
+
+__all__ = ["Buffer", "Call", "Library", "UnsupportedCaseError"]
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class UnsupportedCaseError(Exception):
+    """The library does not offer this verb, element type, operator or placement."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer as the library takes it (``tensor``), and the same memory as integers (``bits``) to fill and compare."""
+
+    tensor: Any
+    bits: Bits
+
+    def part(self, index: int, num_parts: int) -> Buffer:
+        """Returns a view of one of ``num_parts`` equal parts."""
+        numel = len(self.bits) // num_parts
+        chosen = slice(index * numel, (index + 1) * numel)
+        return Buffer(self.tensor[chosen], self.bits[chosen])
+
+
+class Library(ABC):
+    """A library under test, started in this rank."""
+
+    version: str
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def buffer(self, numel: int, dtype: str, is_shared: bool) -> Buffer:
+        """Allocates ``numel`` elements; ``is_shared`` asks for the library's shared segment where it has one."""
+
+    @abstractmethod
+    def encode(self, values: Values, dtype: str) -> Bits:
+        """Returns ``values`` as elements of ``dtype``, seen as integers of the same size."""
+
+    @abstractmethod
+    def bind(self, case: Case, output: Buffer, input: Buffer, root: int) -> Call:
+        """Returns the call that a user of the library would write for speed, arguments prepared once.
+
+        Raises UnsupportedCaseError if the library cannot do it.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Leaves the job in order."""

@@ -1,0 +1,81 @@
+"""Prints what is installed, what was built, what is missing and how to add it, and what host and launcher offer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from . import _facts, _facts_build
+from ._facts import Fact
+
+__all__ = ["collect", "main"]
+
+SECTIONS: dict[str, Callable[[], list[Fact]]] = {
+    "versions": _facts.versions,
+    "built": _facts_build.built,
+    "CUDA": _facts_build.cuda,
+    "extras": _facts.extras,
+    "launcher": _facts.launcher,
+    "host": _facts.host,
+    "environment": _facts.environment,
+}
+
+
+def collect() -> dict[str, list[Fact]]:
+    """Returns every section's facts. A section that fails says so in a fact: the doctor must not fall ill."""
+    report = {}
+    for title, section in SECTIONS.items():
+        try:
+            report[title] = section()
+        except Exception as error:
+            report[title] = [Fact(title, None, f"could not be examined: {type(error).__name__}: {error}")]
+    return report
+
+
+def to_json(report: dict[str, list[Fact]]) -> str:
+    """Returns the report as JSON: ``{section: {fact: value}, "hints": {"section.fact": what to do}}``."""
+    plain: dict[str, object] = {title: {fact.name: fact.value for fact in facts} for title, facts in report.items()}
+    plain["hints"] = {f"{title}.{fact.name}": fact.hint for title in report for fact in report[title] if fact.hint}
+    return json.dumps(plain, indent=2)
+
+
+def show(report: dict[str, list[Fact]]) -> None:
+    """Prints the report as one table per section; what is missing is yellow and its remedy stands beside it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # A pipe has no width: give long values room instead of cutting them at 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for title, facts in report.items():
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(min_width=22, no_wrap=True)
+        table.add_column(overflow="fold")
+        for fact in facts:
+            value = Text(_words(fact.value), style="yellow" if fact.value in (None, False) else "")
+            if fact.hint:
+                value.append(f"  {fact.hint}", style="dim" if fact.value not in (None, False) else "yellow")
+            table.add_row(Text(f"  {fact.name}"), value)
+        console.print(table)
+        console.print()
+
+
+def _words(value: object) -> str:
+    if value is None:
+        return "-"
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report and returns 0, or 1 if the native core is not there."""
+    parser = argparse.ArgumentParser(prog="pycomm doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    args = parser.parse_args(None if argv is None else list(argv))
+    report = collect()
+    if args.json:
+        print(to_json(report))
+    else:
+        show(report)
+    return 0 if any(fact.name == "native core" and fact.value for fact in report["built"]) else 1

@@ -1,0 +1,104 @@
+"""Several all_reduces as one: a small message costs its latency, not its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..types import ReduceOp
+from .context import Options, resolve
+from .group import Group
+from .tensors import Flat
+from .verbs import run_all_reduce
+from .work import Work
+
+__all__ = ["Coalescing", "coalescing"]
+
+
+class _Bucket:
+    """all_reduces that can be one: same dtype, device, operator, factor and options."""
+
+    def __init__(self) -> None:
+        self.flats: list[Flat] = []
+        self.results: list[Any] = []
+
+
+class Coalescing:
+    """What ``with coalescing() as manager`` gives:
+
+    collects all_reduces, and is waited on if they run asynchronously.
+    """
+
+    def __init__(self, group: Group, async_op: bool) -> None:
+        self._group = group
+        self._is_async = async_op
+        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._works: list[Work] = []
+
+    def wait(self) -> None:
+        """Blocks until all coalesced calls are complete; after the context, with ``async_op=True``."""
+        for work in self._works:
+            work.wait()
+
+    def add(self, flat: Flat, op: ReduceOp, factor: float, options: Options, result: Any, async_op: bool) -> None:
+        """Takes one all_reduce. For the verbs."""
+        if async_op:
+            raise ConfigError(
+                "all_reduce(async_op=True) inside coalescing(): the calls become one; "
+                "use coalescing(async_op=True) and wait on what it gives"
+            )
+        key = (flat.tensor.dtype, flat.tensor.device, op, factor, options)
+        bucket = self._buckets.setdefault(key, _Bucket())
+        bucket.flats.append(flat)
+        bucket.results.append(result)
+
+    def flush(self) -> None:
+        """Runs what was collected, one call a bucket, in the order in which the buckets began."""
+        for (_, _, op, factor, options), bucket in self._buckets.items():
+            parts, fused = _fuse(bucket.flats)
+            work = run_all_reduce(self._group, parts, fused, op, factor, options, self._is_async, bucket.results)
+            if work is not None:
+                self._works.append(work)
+
+
+@contextmanager
+def coalescing(group: Any = None, async_op: bool = False) -> Iterator[Coalescing]:
+    """Fuses the all_reduces made inside, on this group, into one call for each dtype and operator, made at the end.
+
+    Their results are there after the context, or after ``wait()`` on what it gives if ``async_op`` is true. Other calls
+    run at once, so before the all_reduces. All ranks make the same calls inside. If the body raises, none is made.
+    """
+    g = resolve(group)
+    if g.pending is not None:
+        raise ConfigError(f"coalescing() on group {g.name!r} is already open; contexts of one group do not nest")
+    manager = Coalescing(g, async_op)
+    g.pending = manager
+    try:
+        yield manager
+    finally:
+        g.pending = None
+    manager.flush()
+
+
+def _fuse(flats: list[Flat]) -> tuple[list[Flat], torch.Tensor]:
+    """Copies flats into one buffer; the parts returned copy back from it when they finish."""
+    if len(flats) == 1:
+        return flats, flats[0].tensor
+    fused = torch.cat([flat.tensor for flat in flats])
+    parts = []
+    for flat, part in zip(flats, torch.split(fused, [flat.tensor.numel() for flat in flats]), strict=True):
+        parts.append(Flat(part, _finisher(flat, part)))
+    return parts, fused
+
+
+def _finisher(flat: Flat, part: torch.Tensor) -> Any:
+    def finish() -> None:
+        flat.tensor.copy_(part)
+        if flat.finish is not None:
+            flat.finish()
+
+    return finish

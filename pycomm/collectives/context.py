@@ -1,0 +1,213 @@
+"""Which group a call is for, and how: the default group, torch's groups, ranks, operators, the extra keywords."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from ..config import seconds
+from ..errors import ConfigError
+from ..types import PremulSum, ReduceOp
+from .group import Group, not_now
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "NON_MEMBER",
+    "CallOptions",
+    "GroupLike",
+    "NonMember",
+    "OpLike",
+    "Options",
+    "default_group",
+    "parse_op",
+    "parse_options",
+    "resolve",
+    "root_rank",
+    "state",
+]
+
+
+class NonMember:
+    """What ``new_group`` and ``split`` return on a rank that is not in the group.
+
+    Every call with it raises ConfigError.
+    """
+
+    fast_all_reduce = fast_broadcast = fast_all_gather_single = staticmethod(not_now)
+    fast_reduce_scatter_single = fast_barrier = staticmethod(not_now)
+    ranks: tuple[int, ...] = ()
+    rank = -1
+
+    def close(self) -> None:
+        """Does nothing, so that members and others may end a group alike."""
+
+    def __enter__(self) -> NonMember:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        return None
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "pycomm.NON_MEMBER"
+
+
+NON_MEMBER = NonMember()
+
+GroupLike = "Group | NonMember | ProcessGroup | None"  # for docstrings; the verbs annotate Any, as torch's stubs do
+OpLike = ReduceOp | PremulSum | Any  # torch's ReduceOp is not a Python enum
+
+
+class _State:
+    """The default group of the process, and of each thread that is a rank of a LocalWorld."""
+
+    __slots__ = ("by_thread", "local_rank", "lock", "torch_groups", "world")
+
+    def __init__(self) -> None:
+        # While there is none, NON_MEMBER stands in: its short cuts lead to the ordinary path, which asks
+        # default_group().
+        self.world: Group | NonMember = NON_MEMBER
+        self.by_thread = threading.local()
+        self.local_rank = 0
+        self.torch_groups: dict[ProcessGroup, Group] = {}
+        self.lock = threading.Lock()
+
+
+state = _State()
+
+
+def default_group() -> Group | None:
+    """Returns the group that ``init`` made for this thread or process, or None."""
+    group = getattr(state.by_thread, "world", None)
+    if group is None and isinstance(state.world, Group):
+        group = state.world
+    return group
+
+
+def resolve(group: Any) -> Group:
+    """Returns the Group that ``group`` means: itself, the default for None, a wrapper for a torch ProcessGroup.
+
+    Without ``pycomm.init`` an initialized torch.distributed is joined on first use. Raises ConfigError for anything
+    else.
+    """
+    if group is None:
+        found = default_group()
+        if found is None:
+            from .init import init_from_torch
+
+            found = init_from_torch()
+    elif isinstance(group, Group):
+        found = group
+    elif isinstance(group, NonMember):
+        raise ConfigError(
+            "this rank is not a member of the group (pycomm.NON_MEMBER); only members may call its collectives"
+        )
+    else:
+        found = _wrap_torch(group)
+    found.check_open()
+    return found
+
+
+def _wrap_torch(group: Any) -> Group:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise ConfigError(
+            f"group: expected a pycomm.Group, a torch ProcessGroup or None, got {type(group).__name__}: {group!r}"
+        )
+    with state.lock:
+        found = state.torch_groups.get(group)
+        if found is None:
+            from ..transport import TRANSPORTS
+
+            transport = TRANSPORTS.load("torch").wrap(group)
+            name = f"torch:{group.group_name}"
+            found = Group(transport, name, dist.get_process_group_ranks(group), lambda _: _forget(group))
+            state.torch_groups[group] = found
+        return found
+
+
+def _forget(group: ProcessGroup) -> None:
+    state.torch_groups.pop(group, None)
+
+
+def root_rank(
+    group: Group, global_rank: int | None, group_rank: int | None, word: str, default: int | None = None
+) -> int:
+    """Returns the root's rank in ``group`` from ``src``/``dst`` (global) or ``group_src``/``group_dst``, whichever is
+    given.
+
+    ``word`` is "src" or "dst"; ``default`` is the global rank if neither is given. Raises ConfigError.
+    """
+    if global_rank is not None and group_rank is not None:
+        raise ConfigError(f"expected {word} or group_{word}, got both: {global_rank} and {group_rank}; pass one")
+    if group_rank is None:
+        global_rank = default if global_rank is None else global_rank
+        if global_rank is None:
+            raise ConfigError(f"expected {word} (a global rank) or group_{word} (a rank of the group), got neither")
+        return group.group_rank(global_rank)
+    if not (isinstance(group_rank, int) and 0 <= group_rank < group.world_size):
+        raise ConfigError(f"group_{word}: expected a rank in 0..{group.world_size - 1}, got {group_rank!r}")
+    return group_rank
+
+
+def parse_op(op: OpLike) -> tuple[ReduceOp, float]:
+    """Returns the operator and this rank's factor.
+
+    Takes ours and torch's, torch's premul sums too. Raises ConfigError.
+    """
+    if isinstance(op, ReduceOp) and op is not ReduceOp.PREMUL_SUM:
+        return op, 1.0
+    if isinstance(op, PremulSum):
+        return ReduceOp.PREMUL_SUM, op.factor
+    kind = getattr(op, "op", op)  # torch: a ReduceOp wraps a RedOpType
+    name = getattr(kind, "name", None)
+    if name == "PREMUL_SUM":
+        factor = None if isinstance(op, ReduceOp) else getattr(op, "factor", None)
+        if factor is None:
+            raise ConfigError("op PREMUL_SUM needs this rank's factor; pass pycomm.premul_sum(factor)")
+        return ReduceOp.PREMUL_SUM, float(factor)
+    if type(op).__module__.startswith("torch") and isinstance(name, str) and name in ReduceOp.__members__:
+        return ReduceOp[name], 1.0
+    known = ", ".join(ReduceOp.__members__)
+    raise ConfigError(
+        f"unknown op {op!r}; known: {known} (of pycomm.ReduceOp or torch's), and pycomm.premul_sum(factor)"
+    )
+
+
+class CallOptions(TypedDict, total=False):
+    """The extra keywords of every collective; all may be None.
+
+    ``algorithm``: "auto" (as None), "native" (the transport's own) or a registered name such as "direct".
+    ``compression``: None or "none". ``timeout``: seconds or a timedelta for this call, instead of the group's.
+    """
+
+    algorithm: str | None
+    compression: str | None
+    timeout: float | timedelta | None
+
+
+class Options(NamedTuple):
+    """``CallOptions``, checked."""
+
+    algorithm: str | None = None
+    timeout_s: float | None = None
+
+
+_DEFAULT = Options()
+
+
+def parse_options(
+    algorithm: str | None = None, compression: str | None = None, timeout: float | timedelta | None = None
+) -> Options:
+    """Checks the extra keywords of a call. Raises ConfigError, and TypeError for a keyword that does not exist."""
+    if algorithm is None and compression is None and timeout is None:
+        return _DEFAULT
+    if compression not in (None, "none"):
+        raise ConfigError(f"unknown compression {compression!r}; known: none")
+    return Options(algorithm, None if timeout is None else seconds(timeout))

@@ -1,0 +1,65 @@
+"""What the ranks tell each other before a transport joins them, through the store alone."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
+from ..topology import host_id
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["exchange_hosts"]
+
+
+def exchange_hosts(store: Store, rank: int, world_size: int, transport: str, timeout_s: float) -> tuple[str, ...]:
+    """Returns every rank's host id.
+
+    Raises CollectiveTimeoutError, naming who is missing, if a rank does not come within ``timeout_s``, and
+    CollectiveMismatchError if the ranks ask for different transports or world sizes.
+    """
+    keys = [f"rank{member}" for member in range(world_size)]
+    mine = {"host": host_id(), "transport": transport, "world_size": world_size}
+    store.set(keys[rank], json.dumps(mine))
+    try:
+        store.wait(keys, timedelta(seconds=min(timeout_s, 1e9)))
+        raw = [store.get(key) for key in keys]
+    except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
+        raise _missing(store, keys, rank, world_size, timeout_s) from error
+    told = [_parse(value, member) for member, value in enumerate(raw)]
+    for name in ("transport", "world_size"):
+        values = {entry.get(name) for entry in told}
+        if values != {mine[name]}:
+            listed = ", ".join(f"rank {member}: {entry.get(name)!r}" for member, entry in enumerate(told))
+            raise CollectiveMismatchError(
+                f"init on rank {rank} of {world_size}: ranks differ in {name}: {listed}; make them equal"
+            )
+    return tuple(str(entry.get("host")) for entry in told)
+
+
+def _parse(value: bytes, member: int) -> dict[str, object]:
+    try:
+        entry = json.loads(value)
+    except ValueError:
+        entry = None
+    if not isinstance(entry, dict):
+        raise TransportError(
+            f"init: what rank {member} left in the store cannot be read ({value[:40]!r}); is the store shared?"
+        )
+    return entry
+
+
+def _missing(store: Store, keys: list[str], rank: int, world_size: int, timeout_s: float) -> Exception:
+    try:
+        absent = [member for member, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError as error:
+        return TransportError(
+            f"init on rank {rank} of {world_size}: the store is gone ({error}); see whether rank 0 still runs"
+        )
+    return CollectiveTimeoutError(
+        f"init on rank {rank} of {world_size}: ranks {absent} did not come within {timeout_s:g} s; "
+        f"see whether they were started and call pycomm.init() too, or raise the timeout"
+    )

@@ -1,0 +1,276 @@
+"""Starting and ending: the default group, and groups made from it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import env, topology
+from ..config import LOG_LEVELS, Config, seconds
+from ..errors import ConfigError, NativeUnavailableError
+from ..topology import LaunchInfo
+from ..transport import TRANSPORTS, ConnectSpec, Transport, connect
+from .context import NON_MEMBER, NonMember, default_group, resolve, state
+from .exchange import exchange_hosts
+from .group import Group
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["finalize", "init", "is_initialized", "local_rank", "new_group", "rank", "split", "world_size"]
+
+_log = logging.getLogger("pycomm")
+_inherited: list[Any] = []
+_has_exit_handlers = False
+_inits = 0
+
+
+def init(
+    transport: str | Transport = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Store | None = None,
+    init_method: str | None = None,
+    timeout: float | timedelta | None = None,
+    config: Config | None = None,
+) -> Group:
+    """Joins the ranks of this job and returns the default group. Called once by every rank; also a context manager.
+
+    ``transport`` is a registered name, or "auto": shm if all ranks share this host, else torch. Rank and world size
+    come from the launcher's environment unless given. ``store`` or ``init_method`` say where ranks meet, as in torch. A
+    connected Transport may be given instead of all that; one of a LocalWorld makes a group for the calling thread
+    alone. Raises ConfigError, NativeUnavailableError, CollectiveTimeoutError if a rank does not come.
+    """
+    if default_group() is not None or (not isinstance(transport, str) and isinstance(state.world, Group)):
+        raise ConfigError(
+            f"pycomm is already initialized ({default_group() or state.world!r}); call pycomm.finalize() first"
+        )
+    config = Config() if config is None else config
+    if timeout is not None:
+        config = replace(config, timeout_s=seconds(timeout))
+    _set_up_logging(config.log)
+    if isinstance(transport, Transport):
+        return _adopt(transport, timeout)
+    if transport != "auto":
+        config = replace(config, transport=transport)
+    if config.transport != "auto" and config.transport not in TRANSPORTS.names():
+        raise TRANSPORTS.unknown(config.transport)
+    launch = _launch_info(rank, world_size)
+    return _start(launch, config, store, init_method)
+
+
+def finalize() -> None:
+    """Closes the default group and all groups made from it, and those around torch groups.
+
+    Does nothing without ``init``.
+    """
+    by_thread = getattr(state.by_thread, "world", None)
+    if by_thread is not None:
+        by_thread.close()
+        return
+    for group in list(state.torch_groups.values()):
+        group.close()
+    state.world.close()
+
+
+def is_initialized() -> bool:
+    """Says whether ``init`` has made a default group that is not yet closed."""
+    return default_group() is not None
+
+
+def rank(group: Any = None) -> int:
+    """Returns this rank in ``group``, -1 if it is not a member."""
+    return -1 if isinstance(group, NonMember) else resolve(group).rank
+
+
+def world_size(group: Any = None) -> int:
+    """Returns the number of ranks in ``group``, -1 if this one is not a member."""
+    return -1 if isinstance(group, NonMember) else resolve(group).world_size
+
+
+def local_rank() -> int:
+    """Returns the index of this rank among those on its host: the number of its GPU, for one."""
+    group = resolve(None)
+    return group.rank if group.transport.name == "local" else state.local_rank
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: float | timedelta | None = None,
+    backend: str | None = None,
+    *,
+    group: Any = None,
+    name: str | None = None,
+) -> Group | NonMember:
+    """Makes a group of ``ranks`` (global, None for all; ordered by rank), on the transport of ``group`` (the default
+    one).
+
+    Called by every rank of ``group``; those outside get NON_MEMBER. Raises ConfigError for ranks that do not exist or
+    repeat.
+    """
+    parent = resolve(group)
+    if backend not in (None, parent.transport.name):
+        raise ConfigError(
+            f"new_group: a group uses the transport of its parent, {parent.transport.name!r}; got {backend!r}"
+        )
+    with parent.located("new_group"):
+        members = list(parent.ranks) if ranks is None else sorted(ranks)
+        if not members or len(set(members)) != len(members):
+            raise ConfigError(f"ranks: expected at least one rank and none twice, got {list(ranks or [])}")
+        group_ranks = [parent.group_rank(member) for member in members]
+    return parent.subgroup(group_ranks, name, timeout) or NON_MEMBER
+
+
+def split(color: int | None, key: int = 0, group: Any = None, *, name: str | None = None) -> Group | NonMember:
+    """Makes one group of all ranks that pass the same ``color``, ordered by ``key``, then by rank.
+
+    Called by every rank of ``group``; a rank that passes None joins no group and gets NON_MEMBER.
+    """
+    from .verbs import all_gather_single
+
+    parent = resolve(group)
+    if color is not None and (not isinstance(color, int) or color < 0):
+        raise ConfigError(f"split: expected a color >= 0 or None, got {color!r}")
+    device = parent.control_device
+    mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device=device)
+    table = torch.empty(2 * parent.world_size, dtype=torch.int64, device=device)
+    all_gather_single(table, mine, parent)
+    pairs = table.view(-1, 2).tolist()
+    members = sorted((pair[1], member) for member, pair in enumerate(pairs) if pair[0] == color)
+    group_ranks = [member for _, member in members] if color is not None else None
+    return parent.subgroup(group_ranks, name) or NON_MEMBER
+
+
+def init_from_torch() -> Group:
+    """Joins the ranks of an initialized torch.distributed on first use. Raises ConfigError if there is none."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "pycomm has no default group in this thread; call pycomm.init() on every rank first "
+            "(an initialized torch.distributed would serve too)"
+        )
+    _log.info("joining the ranks of torch.distributed's default group")
+    return init(rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _launch_info(rank: int | None, world_size: int | None) -> LaunchInfo:
+    """Returns what the launcher says, with the arguments put in its place if they are given."""
+    found = topology.detect_launch()
+    if rank is None and world_size is None:
+        return found
+    if rank is None or world_size is None:
+        raise ConfigError(
+            f"init: expected rank and world_size together or neither, got rank={rank}, world_size={world_size}"
+        )
+    if (rank, world_size) == (found.rank, found.world_size):
+        return found
+    return replace(found, rank=rank, world_size=world_size, local_rank=0, local_world_size=1, sources=("arguments",))
+
+
+def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method: str | None) -> Group:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, though not in its __all__
+
+    from .rendezvous import open_store
+
+    global _inits
+    _log.info("launcher %s: rank %d of %d", launch.launcher, launch.rank, launch.world_size)
+    base = open_store(launch, config.timeout_s, init_method=init_method, store=store)
+    # The same store may serve a second init after finalize; its keys must be new ones.
+    store = PrefixStore(f"init{_inits}", base)
+    _inits += 1
+    host_ids = exchange_hosts(store, launch.rank, launch.world_size, config.transport, config.timeout_s)
+    name = _choose_transport(config.transport, host_ids)
+    spec = ConnectSpec(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        store=PrefixStore(name, store),
+        host_ids=host_ids,
+        timeout_s=config.timeout_s,
+    )
+    transport = connect(name, spec)
+    _log.info("rank %d of %d joined by transport %s", launch.rank, launch.world_size, name)
+    says_local = launch.launcher != "none" and launch.local_world_size > 1
+    state.local_rank = launch.local_rank if says_local else host_ids[: launch.rank].count(host_ids[launch.rank])
+    state.world = Group(transport, "world", on_close=_forget_world)
+    _set_exit_handlers()
+    return state.world
+
+
+def _choose_transport(name: str, host_ids: tuple[str, ...]) -> str:
+    """Returns ``name``, or what "auto" means: shm where all ranks share one host, else torch (gloo)."""
+    if name != "auto":
+        return name
+    if len(set(host_ids)) > 1:
+        return "torch"
+    if len(host_ids) == 1:
+        from ..ops import native
+
+        try:
+            native()
+        except NativeUnavailableError as error:  # one rank alone exchanges nothing, so nothing is lost by it
+            _log.info("a world of one on transport local, as shm is not there: %s", error)
+            return "local"
+    return "shm"
+
+
+def _adopt(transport: Transport, timeout: float | timedelta | None) -> Group:
+    """Makes the default group of a transport that is already connected."""
+    if timeout is not None:
+        transport.timeout_s = seconds(timeout)
+    if transport.name == "local":
+        group = Group(transport, "world", on_close=_forget_thread)
+        state.by_thread.world = group
+    else:
+        group = Group(transport, "world", on_close=_forget_world)
+        state.world = group
+        _set_exit_handlers()
+    return group
+
+
+def _forget_world(_group: Group) -> None:
+    state.world = NON_MEMBER
+
+
+def _forget_thread(group: Group) -> None:
+    if getattr(state.by_thread, "world", None) is group:
+        state.by_thread.world = None
+
+
+def _set_exit_handlers() -> None:
+    global _has_exit_handlers
+    if not _has_exit_handlers:
+        _has_exit_handlers = True
+        atexit.register(finalize)
+        os.register_at_fork(after_in_child=_disown)
+
+
+def _disown() -> None:
+    """In a forked child: it is no rank. The parent's objects stay, unused, so that nothing of theirs is closed from
+    here.
+    """
+    _inherited.append((state.world, dict(state.torch_groups)))
+    state.world = NON_MEMBER
+    state.torch_groups.clear()
+
+
+def _set_up_logging(level: str) -> None:
+    """Applies PYCOMM_LOG. Gives the logger a handler only if somebody asked for more than warnings, and has none."""
+    if not env.is_set("PYCOMM_LOG") and level == "warning":
+        return
+    _log.setLevel(LOG_LEVELS[level])
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(
+            logging.Formatter(f"{socket.gethostname()}:%(process)d [pycomm] %(levelname)s %(message)s")
+        )
+        _log.addHandler(handler)

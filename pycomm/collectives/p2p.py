@@ -1,0 +1,147 @@
+"""Messages between two ranks.
+
+``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group. Messages between two ranks
+with the same tag arrive in the order they were sent. Tags are 0 to 32765: MPI promises no more, and collectives need
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .context import resolve, root_rank
+from .group import Group
+from .tensors import as_tensor, flatten
+from .work import RequestWork, Work
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+_MAX_TAG = 32765
+
+
+def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
+    """Starts sending ``tensor``; it must not be changed until the returned Work is complete."""
+    g = resolve(group)
+    with g.located("isend"):
+        peer = root_rank(g, dst, group_dst, "dst")
+        t = as_tensor(tensor, "tensor", writes=False)
+        return _start(g, "isend", t, peer, _checked_tag(tag), tensor)
+
+
+def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> Work:
+    """Starts receiving into ``tensor``, from any rank if no source is given.
+
+    The data is there once the Work was waited on.
+    """
+    g = resolve(group)
+    with g.located("irecv"):
+        is_any = src is None and group_src is None
+        peer = None if is_any else root_rank(g, src, group_src, "src")
+        t = as_tensor(tensor, "tensor", writes=True)
+        return _start(g, "irecv", t, peer, _checked_tag(tag), tensor)
+
+
+def send(
+    tensor: Any,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+) -> None:
+    """Sends ``tensor`` and returns once it may be changed again."""
+    g = resolve(group)
+    isend(tensor, dst, g, tag, group_dst).wait(timeout)
+
+
+def recv(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+) -> int:
+    """Receives into ``tensor``, from any rank if no source is given, and returns the global rank that it came from."""
+    g = resolve(group)
+    work = irecv(tensor, src, g, tag, group_src)
+    work.wait(timeout)
+    assert isinstance(work, RequestWork)
+    return work.source_rank()
+
+
+class P2POp:
+    """One message of ``batch_isend_irecv``:
+
+    ``op`` is ``isend`` or ``irecv`` (ours or torch's), ``peer`` a global rank.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Any,
+        peer: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if getattr(op, "__name__", None) not in ("isend", "irecv"):
+            raise ConfigError(f"P2POp: expected pycomm.isend or pycomm.irecv, got {op!r}")
+        if peer is None and group_peer is None:
+            raise ConfigError("P2POp: expected peer (a global rank) or group_peer (a rank of the group), got neither")
+        self.op = op
+        self.tensor = tensor
+        self.peer = peer
+        self.group = group
+        self.tag = tag
+        self.group_peer = group_peer
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Starts all messages of the list, whose order does not matter, and returns their Works in its order.
+
+    Also takes torch.distributed.P2POp. Raises ConfigError for an empty list.
+    """
+    if not p2p_op_list:
+        raise ConfigError("batch_isend_irecv: expected at least one P2POp, got an empty list")
+    works: dict[int, Work] = {}
+    for verb in ("irecv", "isend"):  # receives first, so that messages find their place waiting
+        for index, message in enumerate(p2p_op_list):
+            if getattr(message.op, "__name__", None) != verb:
+                continue
+            # torch's P2POp fills in both ranks; the global one says it all.
+            group_peer = message.group_peer if message.peer is None else None
+            start = irecv if verb == "irecv" else isend
+            works[index] = start(message.tensor, message.peer, message.group, message.tag, group_peer)
+    return [works[index] for index in range(len(p2p_op_list))]
+
+
+def _start(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, result: Any) -> Work:
+    """Hands the message to the transport, after what the group has outstanding."""
+    is_receive = verb == "irecv"
+    flat = flatten(tensor, reads=not is_receive, writes=is_receive, devices=g.transport.devices)
+    g.settle()
+    with torch.inference_mode():
+        if is_receive:
+            request = g.transport.irecv(flat.tensor, peer, tag)
+        else:
+            assert peer is not None
+            request = g.transport.isend(flat.tensor, peer, tag)
+    whom = "any rank" if peer is None else f"rank {peer}"
+    description = (
+        f"{verb} {'from' if is_receive else 'to'} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
+    )
+    return RequestWork(description, request, flat.finish, result, lambda rank: g.ranks[rank], g.located(verb))
+
+
+def _checked_tag(tag: int) -> int:
+    if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+        raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises no more), got {tag!r}")
+    return tag

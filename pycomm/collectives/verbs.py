@@ -1,0 +1,327 @@
+"""The collectives on single tensors. Those on lists of tensors are in ``lists.py``.
+
+Signatures are torch.distributed's; the extra keywords of all of them are ``CallOptions``. A synchronous call returns
+None, ``async_op=True`` returns a ``Work``. Results are bit-identical on every rank. ``src`` and ``dst`` are global
+ranks, ``group_src`` and ``group_dst`` ranks of the group. Tensors may be torch tensors, NumPy arrays, or anything with
+``__dlpack__`` or ``__cuda_array_interface__``. Arguments that cannot be right raise ConfigError before a byte moves.
+
+[Note: short cuts]
+The first lines of the hot verbs are a transport's short cut: no checks of ours, one call with the user's own arguments.
+It answers False if it has done nothing, because the call is not ordinary, and the second half of the verb then serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+
+from ..algorithms.executor import Collective
+from ..errors import ConfigError
+from ..types import ReduceOp, dtype_of_name
+from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve, root_rank, state
+from .group import Call, Group, not_now
+from .tensors import Flat, as_tensor, check_in_place, dtype_name, flatten
+from .work import Work
+
+__all__ = [
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_mean",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+]
+
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
+_SCALED = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+
+
+def all_reduce(
+    tensor: Any, op: OpLike = ReduceOp.SUM, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
+) -> Work | None:
+    """Reduces ``tensor`` over all ranks, in place on every rank. 16- and 8-bit floats accumulate in float32."""
+    if not async_op and not options:
+        try:
+            fast = (state.world if group is None else group).fast_all_reduce
+        except AttributeError:  # a torch ProcessGroup, for one
+            fast = not_now
+        if fast(tensor, op):
+            return None
+    return _all_reduce(tensor, op, resolve(group), async_op, parse_options(**options))
+
+
+def all_reduce_mean(
+    tensor: Any, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
+) -> Work | None:
+    """Replaces ``tensor`` on every rank by the mean over the ranks: ``all_reduce`` with AVG."""
+    return all_reduce(tensor, ReduceOp.AVG, group, async_op, **options)
+
+
+def broadcast(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **options: Unpack[CallOptions],
+) -> Work | None:
+    """Copies ``tensor`` of the root to every rank."""
+    # In the default group global ranks are group ranks, so no translation is due.
+    if group is None and not async_op and not options and group_src is None and state.world.fast_broadcast(tensor, src):
+        return None
+    g, parsed = resolve(group), parse_options(**options)
+    with g.located("broadcast"):
+        root = root_rank(g, src, group_src, "src")
+        if _is_plain(async_op, parsed) and g.try_fast("broadcast", None, tensor, root):
+            return None
+        is_root = g.rank == root
+        t = as_tensor(tensor, "tensor", writes=not is_root)
+        flat = flatten(t, reads=is_root, writes=not is_root, devices=g.transport.devices)
+    collective = Collective(verb="broadcast", input=flat.tensor, output=flat.tensor, root=root)
+    return g.run(Call("broadcast", [collective], [flat.finish], *parsed, result=tensor), async_op)
+
+
+def reduce(
+    tensor: Any,
+    dst: int | None = None,
+    op: OpLike = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **options: Unpack[CallOptions],
+) -> Work | None:
+    """Reduces ``tensor`` over all ranks, in place on the root; elsewhere it is not written."""
+    g, parsed = resolve(group), parse_options(**options)
+    with g.located("reduce"):
+        root = root_rank(g, dst, group_dst, "dst")
+        reduce_op, factor = parse_op(op)
+        is_root = g.rank == root
+        t = as_tensor(tensor, "tensor", writes=is_root)
+        check_op(t.dtype, reduce_op)
+        flat = flatten(t, reads=True, writes=is_root, devices=g.transport.devices)
+    output = flat.tensor if is_root else None
+    collective = Collective(verb="reduce", input=flat.tensor, output=output, op=reduce_op, factor=factor, root=root)
+    return g.run(Call("reduce", [collective], [flat.finish], *parsed, result=tensor), async_op)
+
+
+def all_gather_single(
+    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
+) -> Work | None:
+    """Fills ``output_tensor (world_size * numel)`` with the ranks' ``input_tensor (numel)`` in rank order.
+
+    The input may be this rank's own part of the output (in place).
+    """
+    if not async_op and not options:
+        try:
+            fast = (state.world if group is None else group).fast_all_gather_single
+        except AttributeError:
+            fast = not_now
+        if fast(output_tensor, input_tensor):
+            return None
+    g, parsed = resolve(group), parse_options(**options)
+    with g.located("all_gather_single"):
+        if _is_plain(async_op, parsed) and g.try_fast("all_gather_single", None, output_tensor, input_tensor):
+            return None
+        output, input_ = _pair(g, output_tensor, input_tensor, whole="output_tensor", part="input_tensor")
+        out = flatten(output, reads=False, writes=True, devices=g.transport.devices)
+        flat = flatten(input_, reads=True, writes=False, devices=g.transport.devices)
+    collective = Collective(verb="all_gather_single", input=flat.tensor, output=out.tensor)
+    return g.run(Call("all_gather_single", [collective], [out.finish], *parsed, result=output_tensor), async_op)
+
+
+def reduce_scatter_single(
+    output: Any,
+    input: Any,
+    op: OpLike = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **options: Unpack[CallOptions],
+) -> Work | None:
+    """Reduces ``input (world_size * numel)`` over all ranks; rank r keeps part r in ``output (numel)``.
+
+    The output may be this rank's own part of the input (in place).
+    """
+    if not async_op and not options:
+        try:
+            fast = (state.world if group is None else group).fast_reduce_scatter_single
+        except AttributeError:
+            fast = not_now
+        if fast(output, input, op):
+            return None
+    g, parsed = resolve(group), parse_options(**options)
+    with g.located("reduce_scatter_single"):
+        reduce_op, factor = parse_op(op)
+        if _is_plain(async_op, parsed, reduce_op) and g.try_fast(
+            "reduce_scatter_single", reduce_op, output, input, reduce_op
+        ):
+            return None
+        part, whole = _pair(g, output, input, whole="input", part="output")
+        check_op(whole.dtype, reduce_op)
+        out = flatten(part, reads=False, writes=True, devices=g.transport.devices)
+        flat = flatten(whole, reads=True, writes=False, devices=g.transport.devices)
+    collective = Collective(
+        verb="reduce_scatter_single", input=flat.tensor, output=out.tensor, op=reduce_op, factor=factor
+    )
+    return g.run(Call("reduce_scatter_single", [collective], [out.finish], *parsed, result=output), async_op)
+
+
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    **options: Unpack[CallOptions],
+) -> Work | None:
+    """Sends part j of ``input`` to rank j; part i of ``output`` comes from rank i.
+
+    Parts are equal slices of the first dimension, or as long there as the split sizes say.
+    """
+    g, parsed = resolve(group), parse_options(**options)
+    with g.located("all_to_all_single"):
+        out_tensor = as_tensor(output, "output", writes=True)
+        in_tensor = as_tensor(input, "input", writes=False)
+        _check_same_dtype([("output", out_tensor), ("input", in_tensor)])
+        check_in_place(out_tensor, in_tensor, None, 1, "output and input")
+        output_splits = _splits(out_tensor, output_split_sizes, g.world_size, "output")
+        input_splits = _splits(in_tensor, input_split_sizes, g.world_size, "input")
+        if output_splits[g.rank] != input_splits[g.rank]:
+            raise ConfigError(
+                f"this rank sends itself {input_splits[g.rank]} elements and expects {output_splits[g.rank]}; "
+                f"make input_split_sizes[{g.rank}] and output_split_sizes[{g.rank}] agree"
+            )
+        out = flatten(out_tensor, reads=False, writes=True, devices=g.transport.devices)
+        flat = flatten(in_tensor, reads=True, writes=False, devices=g.transport.devices)
+    collective = Collective(
+        verb="all_to_all_single",
+        input=flat.tensor,
+        output=out.tensor,
+        input_splits=input_splits,
+        output_splits=output_splits,
+    )
+    return g.run(Call("all_to_all_single", [collective], [out.finish], *parsed, result=output), async_op)
+
+
+def barrier(
+    group: Any = None, async_op: bool = False, device_ids: Any = None, **options: Unpack[CallOptions]
+) -> Work | None:
+    """Returns once every rank of the group has called it. ``device_ids`` is taken for torch's sake and not used."""
+    if not async_op and not options:
+        try:
+            fast = (state.world if group is None else group).fast_barrier
+        except AttributeError:
+            fast = not_now
+        if fast():
+            return None
+    g, parsed = resolve(group), parse_options(**options)
+    if _is_plain(async_op, parsed) and g.try_fast("barrier", None):
+        return None
+    return g.run(Call("barrier", [Collective(verb="barrier")], (), *parsed), async_op)
+
+
+# The names that torch.distributed used before 2.13.
+all_gather_into_tensor = all_gather_single
+reduce_scatter_tensor = reduce_scatter_single
+
+
+def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Options) -> Work | None:
+    with g.located("all_reduce"):
+        reduce_op, factor = parse_op(op)
+        if _is_plain(async_op, options, reduce_op) and g.try_fast("all_reduce", reduce_op, tensor, reduce_op):
+            return None
+        t = as_tensor(tensor, "tensor", writes=True)
+        check_op(t.dtype, reduce_op)
+        flat = flatten(t, reads=True, writes=True, devices=g.transport.devices)
+    if g.pending is not None:
+        work: Work | None = g.pending.add(flat, reduce_op, factor, options, tensor, async_op)
+        return work
+    return run_all_reduce(g, [flat], flat.tensor, reduce_op, factor, options, async_op, tensor)
+
+
+def run_all_reduce(
+    g: Group,
+    flats: Sequence[Flat],
+    buffer: torch.Tensor,
+    op: ReduceOp,
+    factor: float,
+    options: Options,
+    async_op: bool,
+    result: Any,
+) -> Work | None:
+    """Reduces ``buffer (numel,)`` in place, then finishes ``flats``."""
+    collective = Collective(verb="all_reduce", input=buffer, output=buffer, op=op, factor=factor)
+    finishes = [flat.finish for flat in flats]
+    return g.run(Call("all_reduce", [collective], finishes, *options, result=result), async_op)
+
+
+def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
+    """Raises ConfigError if ``op`` is not defined on ``dtype``."""
+    described = dtype_of_name(dtype_name(dtype))
+    assert described is not None, "as_tensor lets no other dtype pass"
+    family = described.family
+    is_wrong = (
+        (op in _BITWISE and family not in ("int", "uint", "bool"))
+        or (op in _ORDERED and family == "complex")
+        or (op in _SCALED and family == "bool")
+    )
+    if is_wrong:
+        raise ConfigError(f"op {op.name} is not defined on {dtype}; cast the tensor, or choose another op")
+
+
+def _is_plain(async_op: bool, options: Options, op: ReduceOp | None = None) -> bool:
+    """Whether a transport's short cut may serve: it has no place for options or a factor."""
+    return not async_op and options == (None, None) and op is not ReduceOp.PREMUL_SUM
+
+
+def _pair(g: Group, output: Any, input_: Any, *, whole: str, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checks an output and an input, one of which has ``world_size`` times the elements of the other; returns them."""
+    out_name, in_name = (whole, part) if whole.startswith("output") else (part, whole)
+    out_tensor = as_tensor(output, out_name, writes=True)
+    in_tensor = as_tensor(input_, in_name, writes=False)
+    _check_same_dtype([(out_name, out_tensor), (in_name, in_tensor)])
+    large, small = (out_tensor, in_tensor) if out_name == whole else (in_tensor, out_tensor)
+    if large.numel() != small.numel() * g.world_size:
+        raise ConfigError(
+            f"{whole}: expected {small.numel()} x {g.world_size} = {small.numel() * g.world_size} elements (those of "
+            f"{part} for each rank), got {large.numel()}; resize it"
+        )
+    check_in_place(large, small, g.rank, g.world_size, f"{whole} and {part}")
+    return out_tensor, in_tensor
+
+
+def _check_same_dtype(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    (first_name, first), *others = named
+    for name, tensor in others:
+        if tensor.dtype != first.dtype:
+            raise ConfigError(f"{name} is {tensor.dtype} and {first_name} is {first.dtype}; expected the same dtype")
+
+
+def _splits(tensor: torch.Tensor, sizes: Sequence[int] | None, world_size: int, name: str) -> tuple[int, ...]:
+    """Returns the elements of each rank's part of ``tensor``.
+
+    Raises ConfigError if the sizes do not fit its first dimension.
+    """
+    length = tensor.shape[0] if tensor.dim() else 0
+    if sizes is None or len(sizes) == 0:
+        if tensor.dim() == 0 or length % world_size:
+            raise ConfigError(
+                f"{name}: expected a first dimension divisible by {world_size} ranks, got shape {tuple(tensor.shape)}; "
+                f"or pass {name}_split_sizes"
+            )
+        return (tensor.numel() // world_size,) * world_size
+    rows = [int(rows) for rows in sizes]
+    if len(rows) != world_size or min(rows) < 0 or sum(rows) != length:
+        raise ConfigError(
+            f"{name}_split_sizes: expected {world_size} sizes >= 0 that sum to {length}, the first dimension of shape "
+            f"{tuple(tensor.shape)}, got {rows}"
+        )
+    row_numel = tensor.numel() // length if length else 0
+    return tuple(count * row_numel for count in rows)

@@ -1,0 +1,59 @@
+"""Every error that pycomm raises on purpose.
+
+A message has four parts: what went wrong; where (rank, group, verb, sequence number); what was expected and what was
+got; what to do about it. Mistakes of the caller raise before a byte moves.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ConfigError",
+    "NativeUnavailableError",
+    "PeerLostError",
+    "PlanError",
+    "PycommError",
+    "TransportError",
+]
+
+
+class PycommError(Exception):
+    """Base of all errors raised by pycomm."""
+
+
+class ConfigError(PycommError, ValueError):
+    """An argument, option or environment variable cannot be used as given."""
+
+
+class NativeUnavailableError(PycommError, RuntimeError):
+    """A native library (ours, MPI, NCCL, CUDA) that the call needs is not there; the message has the command that adds it."""
+
+
+class PlanError(PycommError):
+    """An algorithm's plan is wrong or does not suit the world size."""
+
+
+class CollectiveMismatchError(PycommError):
+    """The ranks of a group called different collectives, or the same one with different arguments."""
+
+
+class TransportError(PycommError):
+    """Data could not be moved."""
+
+
+class PeerLostError(TransportError):
+    """A rank died, or its connection broke. ``rank`` is its rank in the group."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CollectiveTimeoutError(TransportError):
+    """A call did not finish within its timeout."""
+
+
+class CheckpointError(PycommError):
+    """A checkpoint is missing, damaged or does not fit."""

@@ -1,0 +1,97 @@
+"""Starts the ranks of a job: torch's elastic launcher, with settings that suit one host and exit codes that tell.
+
+All options of ``torchrun`` are understood. What differs: ``-n`` is short for ``--nproc-per-node``; on one host the
+ranks meet on loopback, at a port that is free; OMP_NUM_THREADS shares out the cores; the exit code is that of the rank
+that failed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError, TransportError
+from ..topology import available_cores
+
+__all__ = ["parse_arguments", "run_job"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns torchrun's settings for a command line. Raises ConfigError; exits for --help and unknown options."""
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    parser = get_args_parser()
+    parser.prog = "pycomm run"
+    parser.description = "Starts the ranks of a job on this host; the options are those of torchrun."
+    parser.add_argument(
+        "-n", dest="nproc_per_node", metavar="N", default=argparse.SUPPRESS, help="Short for --nproc-per-node."
+    )
+    settings = parser.parse_args(list(arguments))
+    if not (settings.module or settings.no_python or settings.run_path or Path(settings.training_script).is_file()):
+        raise ConfigError(
+            f"no such script: {settings.training_script!r} (in {Path.cwd()}); give its path, or `-m package.module`"
+        )
+    try:
+        is_one_host = parse_min_max_nnodes(settings.nnodes)[1] == 1
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--nnodes: expected N or MIN:MAX, got {settings.nnodes!r}") from error
+    has_meeting_point = settings.rdzv_endpoint or settings.rdzv_backend != "static" or settings.master_port is not None
+    if settings.standalone or (is_one_host and not has_meeting_point):
+        # What --standalone does, on an address that needs no name service and that no other host reaches.
+        settings.standalone = False
+        settings.rdzv_backend, settings.rdzv_endpoint = "c10d", f"{_LOOPBACK}:0"
+        settings.rdzv_id, settings.local_addr = str(uuid.uuid4()), _LOOPBACK
+    return settings
+
+
+def run_job(arguments: Sequence[str]) -> int:
+    """Runs the job of the command line ``arguments`` to its end and returns its exit code.
+
+    That is 0, or the exit code of the rank that failed first, 128 + the signal if one ended it. Raises ConfigError for
+    settings that cannot be used, TransportError if the hosts of the job do not find each other.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import determine_local_world_size, run
+
+    settings = parse_arguments(arguments)
+    try:
+        local_world_size = determine_local_world_size(settings.nproc_per_node)
+    except ValueError as error:
+        raise ConfigError(f"-n: expected a number of ranks, cpu, gpu or auto: {error}") from error
+    if local_world_size < 1:
+        raise ConfigError(f"-n: expected at least 1 rank, got {local_world_size}")
+    settings.nproc_per_node = str(local_world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local_world_size)))
+    try:
+        run(settings)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"pycomm run: rank {rank} (pid {failure.pid}) {_ending(failure.exitcode)}", file=sys.stderr)
+        return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+    except SignalException as error:  # somebody ended the launcher; it has ended the ranks
+        return 128 + int(error.sigval)
+    except RendezvousError as error:
+        raise TransportError(
+            f"the {settings.nnodes} hosts of the job did not find each other at {settings.rdzv_endpoint!r}: {error}; "
+            f"see whether each of them runs this command with the same --rdzv-endpoint and --rdzv-id"
+        ) from error
+    return 0
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"failed first, with exit code {exit_code}; the other ranks were ended"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"was the first to end, by {name}; the other ranks were ended"

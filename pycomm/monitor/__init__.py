@@ -1,0 +1,1 @@
+"""Observers of a Group, attached by its hooks. The data path imports none of them."""

@@ -1,0 +1,164 @@
+"""How the ranks of one host come to share a memfd: one Unix socket, used once.
+
+The first rank of the host makes the memory and listens on an abstract Unix socket of a random name, which it publishes
+in the job's store with a random token. The others connect, prove that they belong (same user, checked by the kernel; the
+token, compared in constant time) and get the memory's descriptor with a descriptor of every rank's *process*. So nothing
+has a name in a file system: there is nothing to squat on, to leak or to clean up; and a rank that dies is noticed
+through its pidfd, whatever it dies of.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import CollectiveTimeoutError, TransportError
+from ..ops import native
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["SharedMemory", "share_memory"]
+
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sii")  # token, rank on the host, cores
+_WELCOME = struct.Struct("<ii")  # ranks, cores that all of them may use
+_FDS_A_MESSAGE = 200  # the kernel takes 253
+
+
+class SharedMemory(NamedTuple):
+    """What a rank holds of its host: the memory, and every rank's process."""
+
+    fd: int
+    pidfds: tuple[int, ...]  # by rank on the host; -1 for this rank
+    pids: tuple[int, ...]
+    cores: int  # the least that any rank may use
+
+
+def share_memory(store: Store, host: str, host_rank: int, host_ranks: int, cores: int, timeout_s: float) -> SharedMemory:
+    """Joins the ``host_ranks`` ranks of this host; every one of them calls it.
+
+    Raises:
+        CollectiveTimeoutError: not all of them came within ``timeout_s``.
+        TransportError: the memory could not be made, or a stranger answered.
+    """
+    deadline = time.monotonic() + timeout_s
+    if host_rank == 0:
+        return _lead(store, host, host_ranks, cores, deadline)
+    return _follow(store, host, host_rank, host_ranks, cores, deadline)
+
+
+def _lead(store: Store, host: str, host_ranks: int, cores: int, deadline: float) -> SharedMemory:
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    memory = native().shm_create_memory(host_ranks)
+    pidfds = [-1] * host_ranks
+    pids = [0] * host_ranks
+    pidfds[0], pids[0] = os.pidfd_open(os.getpid()), os.getpid()
+    peers: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        name = f"\0pycomm-{secrets.token_hex(16)}"
+        listener.bind(name)
+        listener.listen(host_ranks)
+        store.set(f"{host}/socket", name.encode().hex() + ":" + token.hex())
+        while len(peers) < host_ranks - 1:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, host_ranks)) - set(peers))
+                raise CollectiveTimeoutError(
+                    f"init: local ranks {missing} of {host_ranks} on this host did not come in time; expected all of them to call "
+                    "pycomm.init; check that they started, or pass a longer timeout="
+                ) from None
+            joined = _admit(connection, token, host_ranks, deadline)
+            if joined is None or joined[0] in peers:
+                connection.close()  # a stranger: it learns nothing and the job goes on
+                continue
+            rank, its_cores, pidfd, pid = joined
+            peers[rank], pidfds[rank], pids[rank] = connection, pidfd, pid
+            cores = min(cores, its_cores)
+    for connection in peers.values():
+        with connection:
+            connection.sendall(_WELCOME.pack(host_ranks, cores) + struct.pack(f"<{host_ranks}i", *pids))
+            _send_fds(connection, [memory, *pidfds])
+    os.close(pidfds[0])
+    pidfds[0] = -1
+    return SharedMemory(memory, tuple(pidfds), tuple(pids), cores)
+
+
+def _admit(connection: socket.socket, token: bytes, host_ranks: int, deadline: float) -> tuple[int, int, int, int] | None:
+    """Checks who connected; returns (rank, cores, pidfd, pid), or None for a stranger."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    connection.settimeout(min(5.0, max(0.001, deadline - time.monotonic())))
+    try:
+        message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        return None
+    belongs = uid == os.getuid() and len(message) == _HELLO.size and len(fds) == 1
+    if belongs:
+        sent, rank, cores = _HELLO.unpack(message)
+        belongs = hmac.compare_digest(sent, token) and 0 < rank < host_ranks and cores > 0
+    if not belongs:
+        for fd in fds:
+            os.close(fd)
+        return None
+    return rank, cores, fds[0], pid
+
+
+def _follow(store: Store, host: str, host_rank: int, host_ranks: int, cores: int, deadline: float) -> SharedMemory:
+    name, _, token = store.get(f"{host}/socket").decode().partition(":")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        own = os.pidfd_open(os.getpid())
+        try:
+            connection.connect(bytes.fromhex(name))
+            socket.send_fds(connection, [_HELLO.pack(bytes.fromhex(token), host_rank, cores)], [own])
+            ranks, cores = _WELCOME.unpack(_read(connection, _WELCOME.size))
+            if ranks != host_ranks:
+                raise TransportError(f"init: this host has {host_ranks} ranks by the store, {ranks} by its first rank; start the job anew")
+            pids = struct.unpack(f"<{host_ranks}i", _read(connection, 4 * host_ranks))
+            memory, *pidfds = _receive_fds(connection, 1 + host_ranks)
+        except (ConnectionError, TimeoutError) as error:
+            raise TransportError(
+                f"init: local rank {host_rank} could not join the shared memory of its host: {error}; "
+                "the host's first rank must be alive and of the same user"
+            ) from error
+        finally:
+            os.close(own)
+    native().shm_check_memory(memory, host_ranks)
+    os.close(pidfds[host_rank])
+    pidfds[host_rank] = -1
+    return SharedMemory(memory, tuple(pidfds), pids, cores)
+
+
+def _read(connection: socket.socket, size_bytes: int) -> bytes:
+    data = b""
+    while len(data) < size_bytes:
+        part = connection.recv(size_bytes - len(data))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        data += part
+    return data
+
+
+def _send_fds(connection: socket.socket, fds: Sequence[int]) -> None:
+    for start in range(0, len(fds), _FDS_A_MESSAGE):
+        socket.send_fds(connection, [b"+"], fds[start : start + _FDS_A_MESSAGE])
+
+
+def _receive_fds(connection: socket.socket, number: int) -> list[int]:
+    fds: list[int] = []
+    while len(fds) < number:
+        data, some, _, _ = socket.recv_fds(connection, 1, _FDS_A_MESSAGE, socket.MSG_CMSG_CLOEXEC)
+        if not data or not some:
+            for fd in fds:
+                os.close(fd)
+            raise ConnectionError("the connection was closed")
+        fds.extend(some)
+    return fds

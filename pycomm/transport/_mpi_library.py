@@ -1,0 +1,47 @@
+"""The MPI library: importing mpi4py with an error that helps, and what the library can do."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import NativeUnavailableError
+
+__all__ = ["import_mpi", "is_cuda_aware"]
+
+
+@cache
+def import_mpi() -> Any:
+    """Returns ``mpi4py.MPI``. Importing it initializes MPI, unless the program has done so.
+
+    Raises NativeUnavailableError, with the command to type, if mpi4py or the MPI library is missing.
+    """
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise NativeUnavailableError(
+            "MPI is needed here and mpi4py is not installed. Beside an MPI of the site: pip install 'pycomm[mpi]'; "
+            "with an MPI from a wheel: pip install 'pycomm[mpich]'"
+        ) from error
+    except (ImportError, RuntimeError) as error:  # mpi4py's wheels raise the second if they find no library
+        first_line = str(error).partition("\n")[0]
+        raise NativeUnavailableError(
+            f"MPI is needed here and mpi4py cannot load an MPI library ({first_line}). Put the site's libmpi on the "
+            f"loader's path (module load ...), or: pip install 'pycomm[mpich]'"
+        ) from error
+    return MPI
+
+
+@cache
+def is_cuda_aware() -> bool:
+    """Says whether the loaded MPI takes CUDA memory: asks it, by the query that MPICH and Open MPI share."""
+    import_mpi()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    for path in sorted(set(re.findall(r"\S*/libmpi\.so\S*", maps))):
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False

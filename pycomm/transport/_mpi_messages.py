@@ -1,0 +1,175 @@
+"""Point-to-point messages over MPI; see [Note: waiting for MPI] in mpi.py for why receives are probed for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CollectiveMismatchError, ConfigError, PycommError
+from .base import Request
+
+if TYPE_CHECKING:
+    from .mpi import MpiTransport
+
+__all__ = ["MpiMessages"]
+
+_TAGS_OF_OUR_OWN = 2  # the largest two: for exchange() and meet()
+
+
+class _Send(Request):
+    """A message that MPI has been given."""
+
+    def __init__(self, transport: MpiTransport, request: Any, flat: torch.Tensor, doing: str) -> None:
+        self._transport = transport
+        self._request = request
+        self._flat = flat  # MPI reads it until the request is complete
+        self._doing = doing
+        self._is_done = False
+
+    def test(self) -> bool:
+        if not self._is_done:
+            self._transport.progress()
+            self._is_done = self._transport.poll(self._request, self._doing)
+        return self._is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._transport.wait_until(self.test, timeout_s, self._doing, self)
+
+
+class _Receive(Request):
+    """A message that is looked for, then received. ``progress`` of MpiMessages moves it."""
+
+    def __init__(self, transport: MpiTransport, flat: torch.Tensor, peer: int | None, tag: int) -> None:
+        self.flat = flat
+        self.peer = peer
+        self.tag = tag
+        self.source = -1 if peer is None else peer
+        self.request: Any = None
+        self.error: PycommError | None = None
+        sender = "any rank" if peer is None else f"rank {peer}"
+        self.doing = f"receiving {flat.nbytes} bytes from {sender} with tag {tag}"
+        self._transport = transport
+        self._is_done = False
+
+    def test(self) -> bool:
+        if not self._is_done:
+            self._transport.progress()
+            if self.request is not None:
+                self._is_done = self._transport.poll(self.request, self.doing)
+        if self._is_done and self.error is not None:
+            raise self.error
+        return self._is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._transport.wait_until(self.test, timeout_s, self.doing, self)
+
+
+class MpiMessages:
+    """Sends, and the receives that have not met their message yet, in the order in which they were asked for."""
+
+    def __init__(self, transport: MpiTransport) -> None:
+        self._transport = transport
+        self._due: list[_Receive] = []
+        self._due_lock = threading.Lock()
+        self._top_tag = transport.largest_tag - _TAGS_OF_OUR_OWN
+
+    def isend(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
+        """As ``Transport.isend``."""
+        self._check_tag(tag)
+        return self._start_send(flat, peer, tag)
+
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        """As ``Transport.irecv``."""
+        self._check_tag(tag)
+        return self._start_receive(flat, peer, tag)
+
+    def progress(self) -> None:
+        """Receives every message that has come and that one of the receives is for."""
+        if not self._due or not self._due_lock.acquire(blocking=False):  # else another thread is at it
+            return
+        # A message may come between two probes: only the first of the receives that it fits may look for it.
+        taken: set[tuple[int | None, int]] = set()
+        try:
+            for receive in list(self._due):
+                peer, tag = receive.peer, receive.tag
+                is_behind = (peer, tag) in taken or (None, tag) in taken or (peer is None and (-1, tag) in taken)
+                if not is_behind and self._match(receive):
+                    self._due.remove(receive)
+                else:
+                    taken |= {(peer, tag), (-1, tag)}
+        finally:
+            self._due_lock.release()
+
+    def exchange(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], timeout_s: float | None
+    ) -> None:
+        """Sends ``inputs[r]`` to rank r and receives ``outputs[r]`` from it, for all r: an all_to_all by messages."""
+        tag = self._transport.largest_tag
+        requests: list[Request] = [self._start_receive(flat, peer, tag) for peer, flat in enumerate(outputs)]
+        requests += [self._start_send(flat, peer, tag) for peer, flat in enumerate(inputs)]
+        for request in requests:
+            request.wait(timeout_s)
+
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Returns once all of ``ranks``, which include this one, have called it: the first is told, and answers."""
+        tag, token = self._transport.largest_tag - 1, torch.empty(0, dtype=torch.uint8)
+        first, others = ranks[0], list(ranks[1:])
+        if self._transport.rank == first:
+            for receive in [self._start_receive(token, other, tag) for other in others]:
+                receive.wait()
+            requests: list[Request] = [self._start_send(token, other, tag) for other in others]
+        else:
+            requests = [self._start_receive(token, first, tag), self._start_send(token, first, tag)]
+        for request in requests:
+            request.wait()
+
+    def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> _Send:
+        transport = self._transport
+        doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
+        try:
+            with transport.lock:
+                request = transport.open_communicator().Isend(transport.as_bytes(flat), peer, tag)
+        except transport.mpi.Exception as error:
+            raise transport.error_of(error, doing) from error
+        return _Send(transport, request, flat, doing)
+
+    def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> _Receive:
+        self._transport.open_communicator()
+        receive = _Receive(self._transport, flat, peer, tag)
+        with self._due_lock:
+            self._due.append(receive)
+        return receive
+
+    def _match(self, receive: _Receive) -> bool:
+        """Looks for the message of ``receive`` and starts receiving it."""
+        transport = self._transport
+        mpi, status = transport.mpi, transport.mpi.Status()
+        source = mpi.ANY_SOURCE if receive.peer is None else receive.peer
+        try:
+            with transport.lock:
+                message = transport.open_communicator().Improbe(source, receive.tag, status)
+                if message is None:
+                    return False
+                self._check_size(receive, int(status.Get_source()), int(status.Get_elements(mpi.BYTE)))
+                receive.request = message.Irecv(transport.as_bytes(receive.flat))
+        except mpi.Exception as error:
+            raise transport.error_of(error, receive.doing) from error
+        return True
+
+    def _check_size(self, receive: _Receive, source: int, nbytes: int) -> None:
+        """Sees to it that a message of another size fails the receive, and goes to a buffer that nobody reads."""
+        receive.source = source
+        if nbytes != receive.flat.nbytes:
+            receive.error = CollectiveMismatchError(
+                f"message from rank {source} to rank {self._transport.rank} with tag {receive.tag} has another size: "
+                f"expected {receive.flat.nbytes} bytes, got {nbytes}; make both ranks pass tensors of the same size "
+                f"and dtype"
+            )
+            receive.flat = torch.empty(nbytes, dtype=torch.uint8)
+
+    def _check_tag(self, tag: int) -> None:
+        if not 0 <= tag <= self._top_tag:
+            raise ConfigError(f"tag of a message over transport 'mpi': expected 0 to {self._top_tag}, got {tag}")

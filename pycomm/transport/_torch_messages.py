@@ -1,0 +1,302 @@
+"""Point-to-point messages over a torch process group.
+
+[Note: framed messages]
+gloo ends the process if a message is longer than the buffer that waits for it, and tells nobody if it is shorter. So
+a message here is a *frame* of fixed size: its byte count and, if it fits, the data. What does not fit follows at once
+as a second message whose gloo tag is made of the caller's tag and the byte count. Both receives are posted at once, so
+two ranks that each send before they receive do not wait for each other; and messages of different sizes have different
+gloo tags, so a wrong one is never written into the receiver's buffer: the frame that came with it says what it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PycommError
+from .base import Request
+
+if TYPE_CHECKING:
+    from .torch import TorchTransport
+
+__all__ = ["FramedMessages", "PlainMessages"]
+
+_COUNT_BYTES = 8
+_FRAME_BYTES = 256
+_INLINE_BYTES = _FRAME_BYTES - _COUNT_BYTES
+# Frames have the tags below, the data that follows them those above.
+_DATA_TAGS = 1 << 30
+
+
+class _Posted(Request):
+    """A message whose parts torch has; ``finish(left_s)`` waits for them, in the thread of whoever asks first."""
+
+    def __init__(
+        self, doing: str, peer: int, transport: TorchTransport, finish: Callable[[_Posted, float], None]
+    ) -> None:
+        self.source = peer
+        self._doing = doing
+        self._peer = peer
+        self._transport = transport
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._is_done = False
+        self._error: PycommError | None = None
+        self._helper: threading.Thread | None = None
+
+    def test(self) -> bool:
+        # torch's handles of messages cannot be polled (is_completed is False until wait has returned): a helper waits.
+        if not self._is_done and self._helper is None:
+            limit_s = self._transport.timeout_s
+            self._helper = threading.Thread(target=self._complete, args=(limit_s,), name="pycomm-message", daemon=True)
+            self._helper.start()
+        return self._is_done and self._raise_or_true()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
+        if self._helper is None:
+            self._complete(limit_s)
+        else:
+            self._helper.join(min(limit_s, threading.TIMEOUT_MAX))
+            if not self._is_done:
+                raise CollectiveTimeoutError(
+                    f"{self._doing} did not finish within {limit_s:.3g} s; see whether that rank makes the same calls, "
+                    f"or raise the timeout"
+                )
+        self._raise_or_true()
+
+    def _complete(self, limit_s: float) -> None:
+        with self._lock:
+            if self._is_done:
+                return
+            try:
+                self._finish(self, limit_s)
+            except PycommError as error:
+                self._error = error
+            except RuntimeError as error:
+                self._error = self._transport.error_of(error, self._doing, limit_s, self._peer)
+            self._is_done = True
+
+    def _raise_or_true(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class _Messages:
+    """What both kinds share: messages of a rank to itself, which no backend of torch carries."""
+
+    def __init__(self, transport: TorchTransport) -> None:
+        self._transport = transport
+        self._to_self: list[tuple[int, torch.Tensor]] = []
+        self._self_receives: list[_SelfReceive] = []
+
+    def isend(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
+        """As ``Transport.isend``."""
+        if peer != self._transport.rank:
+            return self._start_send(flat, peer, tag)
+        self._to_self.append((tag, flat.clone()))
+        self._match()
+        return _Done()
+
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        """As ``Transport.irecv``; a message of this rank to itself comes before those of others if ``peer`` is None."""
+        if peer is None:
+            peer = self._transport.rank if any(sent == tag for sent, _ in self._to_self) else None
+        if peer != self._transport.rank:
+            return self._start_receive(flat, peer, tag)
+        receive = _SelfReceive(flat, tag, self._transport)
+        self._self_receives.append(receive)
+        self._match()
+        return receive
+
+    def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
+        raise NotImplementedError
+
+    def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        raise NotImplementedError
+
+    def _match(self) -> None:
+        for receive in list(self._self_receives):
+            index = next((i for i, (tag, _) in enumerate(self._to_self) if tag == receive.tag), None)
+            if index is not None:
+                self._self_receives.remove(receive)
+                receive.deliver(self._to_self.pop(index)[1])
+
+    def _post(self, start: Callable[[], Any], doing: str, peer: int) -> Any:
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._transport.error_of(error, doing, self._transport.timeout_s, peer) from error
+
+
+class PlainMessages(_Messages):
+    """Messages as torch sends them: the backend has to notice a wrong size. NCCL has no tags, and no "any" sender."""
+
+    def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
+        doing = f"sending {flat.nbytes} bytes to rank {peer}"
+        group = self._transport.open_group()
+        work = self._post(lambda: group.send([flat.view(torch.uint8)], peer, tag), doing, peer)
+        return _Posted(doing, peer, self._transport, lambda _, left_s: _wait_for(work, flat, left_s))
+
+    def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        doing = f"receiving {flat.nbytes} bytes from {_name(peer)}"
+        group = self._transport.open_group()
+        data = flat.view(torch.uint8)
+
+        def start() -> Any:
+            return group.recv_anysource([data], tag) if peer is None else group.recv([data], peer, tag)
+
+        work = self._post(start, doing, -1 if peer is None else peer)
+
+        def finish(request: _Posted, left_s: float) -> None:
+            _wait_for(work, flat, left_s)
+            request.source = work._source_rank() if peer is None else peer
+
+        return _Posted(doing, -1 if peer is None else peer, self._transport, finish)
+
+
+class FramedMessages(_Messages):
+    """Messages that carry their size; see the note on top of this file."""
+
+    def __init__(self, transport: TorchTransport) -> None:
+        super().__init__(transport)
+        self._refused: list[Any] = []  # what arrives in a wrong size, and receives that nothing will complete
+
+    def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
+        _check_tag(tag)
+        doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
+        group = self._transport.open_group()
+        data = flat.view(torch.uint8)
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        frame[:_COUNT_BYTES].view(torch.int64)[0] = data.numel()
+        if data.numel() <= _INLINE_BYTES:
+            frame[_COUNT_BYTES : _COUNT_BYTES + data.numel()].copy_(data)
+        works = [self._post(lambda: group.send([frame], peer, tag), doing, peer)]
+        if data.numel() > _INLINE_BYTES:
+            works.append(self._post(lambda: group.send([data], peer, _data_tag(tag, data.numel())), doing, peer))
+
+        def finish(_: _Posted, left_s: float) -> None:
+            deadline = time.monotonic() + left_s
+            for work in works:
+                _wait_for(work, (frame, data), deadline - time.monotonic())
+
+        return _Posted(doing, peer, self._transport, finish)
+
+    def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        _check_tag(tag)
+        doing = f"receiving {flat.nbytes} bytes from {_name(peer)} with tag {tag}"
+        group = self._transport.open_group()
+        known_peer = -1 if peer is None else peer
+
+        def post(buffer: torch.Tensor, on_tag: int) -> Any:
+            start = group.recv_anysource if peer is None else lambda tensors, tag_: group.recv(tensors, peer, tag_)
+            return self._post(lambda: start([buffer], on_tag), doing, known_peer)
+
+        data = flat.view(torch.uint8)
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        first = post(frame, tag)
+        second = post(data, _data_tag(tag, data.numel())) if data.numel() > _INLINE_BYTES else None
+
+        def finish(request: _Posted, left_s: float) -> None:
+            deadline = time.monotonic() + left_s
+            _wait_for(first, frame, left_s)
+            request.source = int(first._source_rank()) if peer is None else peer
+            nbytes = int(frame[:_COUNT_BYTES].view(torch.int64)[0])
+            if nbytes != data.numel():
+                self._refuse(nbytes, request.source, tag, (second, data))
+                raise _wrong_size(self._transport.rank, request.source, tag, data.numel(), nbytes)
+            if second is None:
+                data.copy_(frame[_COUNT_BYTES : _COUNT_BYTES + nbytes])
+                return
+            _wait_for(second, data, deadline - time.monotonic())
+            if peer is None:  # two senders' frames and data may cross; the data counts
+                request.source = int(second._source_rank())
+
+        return _Posted(doing, known_peer, self._transport, finish)
+
+    def _refuse(self, nbytes: int, source: int, tag: int, unused: tuple[Any, torch.Tensor]) -> None:
+        """Lets the sender of a message of the wrong size finish: takes its data into a buffer that nobody reads."""
+        self._refused.append(unused)
+        if nbytes > _INLINE_BYTES:
+            sink = torch.empty(nbytes, dtype=torch.uint8)
+            group = self._transport.open_group()
+            self._refused.append((group.recv([sink], source, _data_tag(tag, nbytes)), sink))
+
+
+class _Done(Request):
+    """A message that has been copied."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+
+class _SelfReceive(Request):
+    """A receive of a message from this very rank. It completes when the rank sends, possibly from another thread."""
+
+    def __init__(self, flat: torch.Tensor, tag: int, transport: TorchTransport) -> None:
+        self.tag = tag
+        self.source = transport.rank
+        self._flat = flat
+        self._transport = transport
+        self._is_done = False
+        self._error: PycommError | None = None
+
+    def deliver(self, sent: torch.Tensor) -> None:
+        """Completes this receive with ``sent``."""
+        if sent.nbytes == self._flat.nbytes:
+            self._flat.view(torch.uint8).copy_(sent.view(torch.uint8))
+        else:
+            self._error = _wrong_size(self.source, self.source, self.tag, self._flat.nbytes, sent.nbytes)
+        self._is_done = True
+
+    def test(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while not self.test():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"rank {self.source} waited {limit_s:.3g} s for a message to itself with tag {self.tag}, and sent "
+                    f"none; start the send before waiting"
+                )
+            time.sleep(1e-4)
+
+
+def _wait_for(work: Any, _alive: object, left_s: float) -> None:
+    """Waits for torch's handle. ``_alive`` is memory that has to last until then."""
+    from .torch import timeout_of
+
+    work.wait(timeout_of(left_s))
+
+
+def _data_tag(tag: int, nbytes: int) -> int:
+    # Multiplying by a large odd number spreads byte counts over the tags; equal counts keep different tags apart.
+    return _DATA_TAGS + (tag + nbytes * 2_654_435_761) % _DATA_TAGS
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag < _DATA_TAGS:
+        raise ConfigError(f"tag of a message over transport 'torch': expected 0 to {_DATA_TAGS - 1}, got {tag}")
+
+
+def _name(peer: int | None) -> str:
+    return "any rank" if peer is None else f"rank {peer}"
+
+
+def _wrong_size(rank: int, source: int, tag: int, expected: int, got: int) -> CollectiveMismatchError:
+    return CollectiveMismatchError(
+        f"message from rank {source} to rank {rank} with tag {tag} has another size: expected {expected} bytes, "
+        f"got {got}; make both ranks pass tensors of the same size and dtype"
+    )

@@ -1,0 +1,145 @@
+"""The contract of a transport: point-to-point messages, and the collectives that it carries whole.
+
+A transport joins the ranks of *one* group. It moves flat tensors: 1-D, contiguous, dense, without autograd, without
+conjugate or negation bits, on a device in ``devices``. The layer above (``collectives``) makes them so.
+
+[Note: transport contract]
+- **Threads.** One thread at a time calls a transport; ``collectives`` sees to it. Handles may be waited on from any thread.
+- **Buffers.** A buffer handed to ``isend`` is not written, one handed to ``irecv`` or to a collective neither read nor
+  written, until the handle is done or the collective has returned. The handle keeps the tensor alive.
+- **Order.** Messages between two ranks with the same tag arrive in the order they were sent. Sends to self work, once the
+  receive has been posted or in any order with ``isend``.
+- **Collectives** are called by every rank of the group in the same order. They block until the local result is complete.
+- **Timeouts.** ``timeout_s`` bounds the wait of one call. A call that runs out raises ``CollectiveTimeoutError``. It does
+  not cancel what already left: after it, the contents of the call's output are undefined and the group should be closed.
+- **Failure.** No call blocks for ever after a failure: a dead peer raises ``PeerLostError`` on every rank that waits for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..types import ReduceOp
+
+__all__ = ["Request", "Transport"]
+
+
+class Request(ABC):
+    """One message on its way. ``wait`` may be called more than once."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Moves the message forward if it can and says whether it is complete. Never blocks. Raises what ``wait`` raises."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks until the message is complete, or raises ``CollectiveTimeoutError`` or ``PeerLostError``."""
+
+
+class Transport(ABC):
+    """Joins ``world_size`` ranks; see the note on top of this file.
+
+    ``native`` names the collectives that the transport carries itself; for the others the executor runs a plan over
+    ``isend`` and ``irecv``. ``supports`` narrows that by element type and operator.
+
+    ``fast`` holds short cuts of some verbs: callables that take the *user's own* arguments (any object, not a flat tensor)
+    and answer True if that was an ordinary tensor and the collective is done, False if nothing has happened yet and the
+    ordinary path must serve (it also words the error). They are what a call of a few hundred nanoseconds is made of.
+    """
+
+    name: ClassVar[str]
+    native: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset({"cpu"})
+    fast: Mapping[str, Callable[..., bool]] = MappingProxyType({})
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
+        """Whether ``verb`` is carried whole for this element type and operator."""
+        return verb in self.native
+
+    # -- point to point -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
+        """Starts sending ``flat (numel,)`` to rank ``peer``."""
+
+    @abstractmethod
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
+        """Starts receiving into ``flat (numel,)`` from rank ``peer``, or from any rank if None; the request then has ``source``.
+
+        A message of another byte count than ``flat`` raises ``CollectiveMismatchError`` from the request, and no byte of
+        it is written.
+        """
+
+    # -- collectives carried whole; called only if ``supports`` says so ----------------------------------------------
+
+    def all_reduce(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        """``output (numel,)`` = reduction of every rank's ``input (numel,)``; the two may be the same tensor."""
+        raise NotImplementedError
+
+    def reduce(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, root: int, timeout_s: float | None
+    ) -> None:
+        """As ``all_reduce``, the result on ``root`` alone; elsewhere ``output`` is not written."""
+        raise NotImplementedError
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        """``output (numel,)`` = reduction of every rank's ``input (world_size * numel,)``, of which this rank keeps its part."""
+        raise NotImplementedError
+
+    def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
+        """``flat (numel,)`` becomes the root's."""
+        raise NotImplementedError
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
+        """``output (world_size * numel,)`` = the ranks' ``input (numel,)`` in rank order."""
+        raise NotImplementedError
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        timeout_s: float | None,
+    ) -> None:
+        """Part j of ``input`` (``input_splits[j]`` elements) goes to rank j; part i of ``output`` came from rank i."""
+        raise NotImplementedError
+
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
+        """On ``root``, ``output (world_size * numel,)`` = the ranks' ``input (numel,)``; elsewhere ``output`` is None."""
+        raise NotImplementedError
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
+        """``output (numel,)`` = this rank's part of the root's ``input (world_size * numel,)``; elsewhere ``input`` is None."""
+        raise NotImplementedError
+
+    def barrier(self, timeout_s: float | None) -> None:
+        """Returns once every rank has called it."""
+        raise NotImplementedError
+
+    # -- lifetime -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def split(self, ranks: Sequence[int] | None, key: int) -> Transport | None:
+        """A transport of the same kind joining ``ranks`` of this group, in that order; None on a rank that is not among them.
+
+        Called by every rank of this group that is alive, members or not (those pass their own list, or None). ``key``
+        counts such calls and is the same on every rank, so that a transport needs no exchange to name the new group.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back. Never blocks on a peer, never raises; may be called twice."""

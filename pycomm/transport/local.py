@@ -1,0 +1,238 @@
+"""Ranks as threads of one process: the reference transport, and the double for tests.
+
+Every rank has a mailbox. ``isend`` copies straight into a receive that is already posted, else it leaves a copy of the
+data in the receiver's mailbox; so a send is complete when it returns. There are no native collectives: everything runs
+as a plan.
+
+    world = LocalWorld(4)
+    # in the thread of rank r:
+    with pycomm.init(world.transports[r]):
+        pycomm.all_reduce(tensor)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from .base import Request, Transport
+
+if TYPE_CHECKING:
+    from . import ConnectSpec
+
+__all__ = ["LocalTransport", "LocalWorld", "connect"]
+
+
+class _Message(NamedTuple):
+    source: int
+    tag: int
+    data: torch.Tensor
+
+
+class _Mailbox:
+    """What one rank has not yet received, and the receives it waits for; both in order of arrival."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.messages: list[_Message] = []
+        self.receives: list[_Receive] = []
+
+
+class _Hub:
+    """What the ranks of one group share: the mailboxes, who is gone and why, and the groups split off."""
+
+    def __init__(self, world_size: int) -> None:
+        self.mailboxes = [_Mailbox() for _ in range(world_size)]
+        self.lost: dict[int, str] = {}
+        self.children: dict[tuple[int, tuple[int, ...]], _Hub] = {}
+        self.lock = threading.Lock()
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Tells every rank that ``rank`` is gone. The first reason stays."""
+        with self.lock:
+            if rank in self.lost:
+                return
+            self.lost[rank] = reason
+        for mailbox in self.mailboxes:
+            with mailbox.changed:
+                for receive in list(mailbox.receives):
+                    receive.fail_if_lost()
+                mailbox.changed.notify_all()
+
+
+class _Sent(Request):
+    """A message that has been delivered or copied."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+
+class _Receive(Request):
+    """A posted receive; its fields change under the mailbox's condition."""
+
+    def __init__(self, transport: LocalTransport, flat: torch.Tensor, peer: int | None, tag: int) -> None:
+        self.transport = transport
+        self.flat = flat
+        self.peer = peer
+        self.tag = tag
+        self.source = -1
+        self.is_done = False
+        self.error: Exception | None = None
+
+    def matches(self, source: int, tag: int) -> bool:
+        return self.tag == tag and self.peer in (None, source)
+
+    def deliver(self, source: int, data: torch.Tensor) -> None:
+        """Completes this receive with ``data``, or with an error if the sizes differ."""
+        self.source = source
+        if data.nbytes == self.flat.nbytes:
+            _as_bytes(self.flat).copy_(_as_bytes(data))
+        else:
+            self.error = CollectiveMismatchError(
+                f"message from rank {source} to rank {self.transport.rank} with tag {self.tag} has another size: "
+                f"expected {self.flat.nbytes} bytes, got {data.nbytes}; "
+                f"make both ranks pass tensors of the same size and dtype"
+            )
+        self.is_done = True
+
+    def fail_if_lost(self) -> None:
+        """Fails this receive if nobody is left who could send it."""
+        lost, me = self.transport.hub.lost, self.transport.rank
+        if self.peer is not None:
+            gone = self.peer if self.peer in lost else None
+        else:
+            others = set(range(self.transport.world_size)) - {me}
+            gone = min(others) if others and others <= lost.keys() else None
+        if gone is not None:
+            self.transport.mailbox.receives.remove(self)
+            self.error = self.transport.peer_lost(gone)
+            self.is_done = True
+
+    def test(self) -> bool:
+        with self.transport.mailbox.changed:
+            if self.is_done and self.error is not None:
+                raise self.error
+            return self.is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        limit_s = self.transport.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        with self.transport.mailbox.changed:
+            while not self.is_done:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise CollectiveTimeoutError(
+                        f"rank {self.transport.rank} waited {limit_s:.3g} s for a message of {self.flat.nbytes} bytes "
+                        f"from {'any rank' if self.peer is None else f'rank {self.peer}'} with tag {self.tag}, "
+                        f"none came; see whether that rank makes the same calls, or raise the timeout"
+                    )
+                self.transport.mailbox.changed.wait(min(left_s, threading.TIMEOUT_MAX))
+            if self.error is not None:
+                raise self.error
+
+
+class LocalTransport(Transport):
+    """One rank of a ``LocalWorld``; see the contract in ``base.py``. Used by the thread that is this rank."""
+
+    name = "local"
+
+    def __init__(self, hub: _Hub, rank: int, timeout_s: float) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.world_size = len(hub.mailboxes)
+        self.timeout_s = timeout_s
+        self.mailbox = hub.mailboxes[rank]
+        self._children: list[LocalTransport] = []
+
+    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
+        self._check_open()
+        if peer in self.hub.lost:
+            raise self.peer_lost(peer)
+        mailbox = self.hub.mailboxes[peer]
+        with mailbox.changed:
+            for receive in mailbox.receives:
+                if receive.matches(self.rank, tag):
+                    mailbox.receives.remove(receive)
+                    receive.deliver(self.rank, flat)
+                    mailbox.changed.notify_all()
+                    return _Sent()
+            mailbox.messages.append(_Message(self.rank, tag, flat.clone()))
+        return _Sent()
+
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
+        self._check_open()
+        receive = _Receive(self, flat, peer, tag)
+        with self.mailbox.changed:
+            for index, message in enumerate(self.mailbox.messages):
+                if receive.matches(message.source, message.tag):
+                    del self.mailbox.messages[index]
+                    receive.deliver(message.source, message.data)
+                    return receive
+            self.mailbox.receives.append(receive)
+            receive.fail_if_lost()
+        return receive
+
+    def split(self, ranks: Sequence[int] | None, key: int) -> LocalTransport | None:
+        self._check_open()
+        if ranks is None or self.rank not in ranks:
+            return None
+        with self.hub.lock:
+            hub = self.hub.children.setdefault((key, tuple(ranks)), _Hub(len(ranks)))
+        child = LocalTransport(hub, list(ranks).index(self.rank), self.timeout_s)
+        self._children.append(child)
+        return child
+
+    def fail(self, reason: str) -> None:
+        """Declares this rank dead, here and in every group split off from here, as the end of its process would."""
+        self.hub.lose(self.rank, reason)
+        for child in self._children:
+            child.fail(reason)
+
+    def close(self) -> None:
+        self.hub.lose(self.rank, "it closed the group")
+
+    def peer_lost(self, peer: int) -> PeerLostError:
+        """Returns the error that says that ``peer`` is gone."""
+        return PeerLostError(
+            f"rank {peer} is gone ({self.hub.lost[peer]}) while rank {self.rank} of {self.world_size} needs it; "
+            f"see that rank's own error first, then make a new group of the ranks that are left",
+            rank=peer,
+        )
+
+    def _check_open(self) -> None:
+        if self.rank in self.hub.lost:
+            raise TransportError(f"rank {self.rank} used a group that it had closed; make a new group")
+
+
+class LocalWorld:
+    """Makes the ``transports`` of ``world_size`` ranks that are threads; rank r uses ``transports[r]``."""
+
+    def __init__(self, world_size: int, timeout_s: float = 600.0) -> None:
+        if world_size < 1:
+            raise ConfigError(f"world_size of a LocalWorld: expected at least 1, got {world_size}")
+        hub = _Hub(world_size)
+        self.world_size = world_size
+        self.transports = tuple(LocalTransport(hub, rank, timeout_s) for rank in range(world_size))
+
+
+def connect(spec: ConnectSpec) -> LocalTransport:
+    """Returns the transport of a world of one. Raises ConfigError for more: threads are joined by ``LocalWorld``."""
+    if spec.world_size != 1:
+        raise ConfigError(
+            f"transport 'local' joins threads of one process; this is process {spec.rank} of {spec.world_size}. "
+            f"Use transport='shm' or 'torch', or give init() a transport of a LocalWorld in each thread"
+        )
+    return LocalWorld(1, spec.timeout_s).transports[0]
+
+
+def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    # Not a typed copy: the receiver may name the same bits by another dtype of the same size.
+    return flat.view(torch.uint8)

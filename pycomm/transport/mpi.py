@@ -1,0 +1,369 @@
+"""MPI as a transport, through mpi4py: for clusters whose fast network speaks it.
+
+Memory is handed to MPI by address and without copies. Data is moved as bytes; reductions name their MPI type from the
+table below and never by Python's buffer protocol, by which Open MPI adds bfloat16 as bytes (1 + 1 = 4.25e37).
+
+[Note: what MPI does not reduce for us]
+MPI has no 16- and 8-bit floats and no portable bool. Its MIN and MAX may lose a NaN. It cannot scale while it adds
+(PREMUL_SUM), and its average is a sum that is divided here. For what is left it must give all ranks the same bits: "MPI
+requires that all processes participating in these operations receive identical results" (MPI 1.1 to 5.0, All-Reduce).
+tests/dist holds the MPI in use to that.
+
+[Note: waiting for MPI]
+Nothing here blocks inside MPI. Every call is the nonblocking one, followed by a loop of Test that spins, then yields
+(with more ranks than cores, others have to run for this to end), then sleeps. So timeouts and Ctrl-C work. A receive is
+not posted but looked for by a matched probe: then its size is known before a byte is written. Every wait, whatever for,
+looks for all the receives that are due, so two ranks that each send before they receive do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from ..types import ReduceOp
+from ._mpi_library import import_mpi, is_cuda_aware
+from ._mpi_messages import MpiMessages
+from .base import Request, Transport
+
+if TYPE_CHECKING:
+    from . import ConnectSpec
+
+__all__ = ["MpiTransport", "connect"]
+
+_MOVES = frozenset({"broadcast", "all_gather_single", "all_to_all_single", "gather", "scatter", "barrier"})
+_REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter_single"})
+
+_FLOATS = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+_INTS = {
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+}
+_TYPE_NAMES = _FLOATS | _INTS
+_OP_NAMES = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
+    ReduceOp.AVG: "SUM",
+}
+_FLOAT_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG})
+_INT_OPS = frozenset(_OP_NAMES) - {ReduceOp.AVG}
+
+# Counts in MPI before version 4 are C ints. What is larger goes as one element of a made-up type, or in pieces.
+LARGEST_COUNT = 2**31 - 1
+
+_SPIN_S = 20e-6
+_YIELD_S = 5e-3
+_SHORTEST_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 1e-3
+
+
+class MpiTransport(Transport):
+    """The ranks of one MPI communicator, of which this object is the only user. See the contract in ``base.py``."""
+
+    name: ClassVar[str] = "mpi"
+    native = _MOVES | _REDUCTIONS
+
+    def __init__(self, communicator: Any, timeout_s: float) -> None:
+        """Takes ``communicator``, which mpi4py has made for it, and frees it in ``close``."""
+        self.mpi = import_mpi()
+        self.communicator = communicator
+        self.rank = int(communicator.Get_rank())
+        self.world_size = int(communicator.Get_size())
+        self.timeout_s = timeout_s
+        self.devices = frozenset({"cpu", "cuda"}) if is_cuda_aware() else frozenset({"cpu"})
+        self.lock = _lock_for(self.mpi)
+        self.largest_tag = int(communicator.Get_attr(self.mpi.TAG_UB))
+        self._messages = MpiMessages(self)
+        self._abandoned: list[object] = []  # calls that timed out: MPI may still touch their memory
+        self._types: dict[int, Any] = {}
+
+    def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
+        if verb not in _REDUCTIONS:
+            return verb in _MOVES
+        return (dtype in _FLOATS and op in _FLOAT_OPS) or (dtype in _INTS and op in _INT_OPS)
+
+    # -- point to point -------------------------------------------------------------------------------------------
+
+    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
+        return self._messages.isend(flat, peer, tag)
+
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
+        return self._messages.irecv(flat, peer, tag)
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        output.copy_(input)  # nothing happens if they are the same
+        for piece in _pieces(output):
+            arguments = self.mpi.IN_PLACE, self._typed(piece), self._op(op)
+            self._run("all_reduce", timeout_s, "Iallreduce", arguments, piece)
+        self._divide(output, op)
+
+    def reduce(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, root: int, timeout_s: float | None
+    ) -> None:
+        is_root = self.rank == root
+        for piece in _pieces(output.copy_(input) if is_root else input):
+            typed = self._typed(piece)
+            buffers = (self.mpi.IN_PLACE, typed) if is_root else (typed, None)
+            self._run("reduce", timeout_s, "Ireduce", (*buffers, self._op(op), root), piece)
+        if is_root:
+            self._divide(output, op)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        if input.numel() > LARGEST_COUNT:
+            for root, part in enumerate(_parts(input, [output.numel()] * self.world_size)):
+                self.reduce(output, part, op, factor, root, timeout_s)
+            return
+        input = _apart(input, output)
+        arguments = self._typed(input), self._typed(output), self._op(op)
+        self._run("reduce_scatter_single", timeout_s, "Ireduce_scatter_block", arguments, input, output)
+        self._divide(output, op)
+
+    def _divide(self, output: torch.Tensor, op: ReduceOp) -> None:
+        if op is ReduceOp.AVG:
+            output.div_(self.world_size)
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
+        self._run("broadcast", timeout_s, "Ibcast", (self.as_bytes(flat), root), flat)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
+        input = _apart(input, output)
+        buffers = self.as_bytes(input), self.as_bytes(output, self.world_size)
+        self._run("all_gather_single", timeout_s, "Iallgather", buffers, input, output)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        timeout_s: float | None,
+    ) -> None:
+        input = _apart(input, output)
+        if max(input.nbytes, output.nbytes) > LARGEST_COUNT:  # a displacement has to be a C int as well
+            self._messages.exchange(_parts(output, output_splits), _parts(input, input_splits), timeout_s)
+            return
+        width, byte = input.itemsize, self.mpi.BYTE
+        received = [address(output), ([width * split for split in output_splits], None), byte]
+        sent = [address(input), ([width * split for split in input_splits], None), byte]
+        _complete(input)
+        self._run("all_to_all_single", timeout_s, "Ialltoallv", (sent, received), input, output)
+
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
+        received = None if output is None else self.as_bytes(output, self.world_size)
+        input = input if output is None else _apart(input, output)
+        self._run("gather", timeout_s, "Igather", (self.as_bytes(input), received, root), input, output)
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
+        input = None if input is None else _apart(input, output)
+        sent = None if input is None else self.as_bytes(input, self.world_size)
+        self._run("scatter", timeout_s, "Iscatter", (sent, self.as_bytes(output), root), input, output)
+
+    def barrier(self, timeout_s: float | None) -> None:
+        self._run("barrier", timeout_s, "Ibarrier", ())
+
+    # -- lifetime -------------------------------------------------------------------------------------------------
+
+    def split(self, ranks: Sequence[int] | None, key: int) -> MpiTransport | None:
+        if ranks is None or self.rank not in ranks:
+            return None
+        comm = self.open_communicator()
+        # MPI has no way to make a communicator without blocking. Once all members are here it does not block for long.
+        self._messages.meet(ranks)
+        try:
+            members = comm.Get_group().Incl(list(ranks))
+            child = comm.Create_group(members, key % (self.largest_tag + 1))
+        except self.mpi.Exception as error:
+            raise self.error_of(error, f"making a communicator of ranks {list(ranks)}") from error
+        return MpiTransport(child, self.timeout_s)
+
+    def close(self) -> None:
+        communicator, self.communicator = self.communicator, None
+        if communicator is None or self._abandoned or self.mpi.Is_finalized():
+            return
+        # Collective by the letter of MPI, which adds that it "is anticipated" to be local; MPICH and Open MPI do it so.
+        with contextlib.suppress(self.mpi.Exception):
+            communicator.Free()
+
+    # -- running: also for _mpi_messages ------------------------------------------------------------------------------
+
+    def open_communicator(self) -> Any:
+        """Returns mpi4py's communicator. Raises TransportError after ``close``."""
+        if self.communicator is None:
+            raise TransportError(f"rank {self.rank} used a group that it had closed; make a new group")
+        return self.communicator
+
+    def as_bytes(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
+        """Returns the memory of ``flat`` as mpi4py takes it: address, count, type. A count is of all ``parts``."""
+        _complete(flat)
+        if flat.nbytes // parts <= LARGEST_COUNT:
+            return [address(flat), flat.nbytes, self.mpi.BYTE]
+        return [address(flat), parts, self._block_type(flat.nbytes // parts)]
+
+    def progress(self) -> None:
+        """Receives the messages that have come and are asked for."""
+        self._messages.progress()
+
+    def poll(self, request: Any, doing: str) -> bool:
+        """Says whether MPI's ``request`` is complete."""
+        try:
+            with self.lock:
+                return bool(request.Test())
+        except self.mpi.Exception as error:
+            raise self.error_of(error, doing) from error
+
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, *alive: object) -> None:
+        """Polls ``is_done`` and the receives that are due; see [Note: waiting for MPI]. ``alive`` is memory in use."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
+        while not is_done():
+            self.progress()
+            waited_s = time.monotonic() - start
+            if waited_s > limit_s:
+                self._abandoned.append((is_done, alive))
+                raise CollectiveTimeoutError(
+                    f"{doing} did not finish within {limit_s:.3g} s; see whether every rank makes the same calls, or "
+                    f"raise the timeout; then make a new group, this one is broken"
+                )
+            _idle(waited_s)
+
+    def error_of(self, error: Any, doing: str) -> TransportError:
+        """Returns the pycomm error for an mpi4py exception raised while ``doing`` something."""
+        text = " ".join(str(error).split())
+        lost = [getattr(self.mpi, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_ABORTED", "ERR_REVOKED")]
+        if error.Get_error_class() in [code for code in lost if code is not None]:
+            return PeerLostError(
+                f"{doing} failed: a rank is gone; see that rank's own error first, then start the job again (MPI says: "
+                f"{text})"
+            )
+        return TransportError(f"{doing} failed in MPI: {text}; the group is broken, make a new one")
+
+    def _run(
+        self, verb: str, timeout_s: float | None, method: str, arguments: tuple[Any, ...], *alive: torch.Tensor | None
+    ) -> None:
+        """Starts the nonblocking collective ``method`` of MPI and waits for it. ``alive`` is its memory."""
+        doing = f"{verb} among {self.world_size} ranks"
+        start = getattr(self.open_communicator(), method)
+        try:
+            with self.lock:
+                request = start(*arguments)
+        except self.mpi.Exception as error:
+            raise self.error_of(error, doing) from error
+        self.wait_until(lambda: self.poll(request, doing), timeout_s, doing, request, alive)
+
+    def _typed(self, flat: torch.Tensor) -> list[Any]:
+        _complete(flat)
+        return [address(flat), flat.numel(), getattr(self.mpi, _TYPE_NAMES[flat.dtype])]
+
+    def _op(self, op: ReduceOp) -> Any:
+        return getattr(self.mpi, _OP_NAMES[op])
+
+    def _block_type(self, nbytes: int) -> Any:
+        """Returns an MPI type of ``nbytes`` bytes, more than a count can say: whole pieces and the rest."""
+        if nbytes not in self._types:
+            byte, piece_bytes = self.mpi.BYTE, 1 << 20
+            pieces = byte.Create_contiguous(piece_bytes).Create_contiguous(nbytes // piece_bytes)
+            rest_bytes = nbytes % piece_bytes
+            displacements = [0, nbytes - rest_bytes]
+            self._types[nbytes] = byte.Create_struct([1, rest_bytes], displacements, [pieces, byte]).Commit()
+        return self._types[nbytes]
+
+
+def address(flat: torch.Tensor) -> Any:
+    """Returns the memory of ``flat`` as mpi4py's buffer; it keeps nothing alive."""
+    return import_mpi().buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+
+
+def _complete(flat: torch.Tensor) -> None:
+    """MPI knows no streams: what the current one still does to ``flat`` has to end first."""
+    if flat.is_cuda:
+        torch.cuda.current_stream(flat.device).synchronize()
+
+
+def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Returns ``flat`` in pieces of as many elements as a count can say; none if it is empty."""
+    return [flat[start : start + LARGEST_COUNT] for start in range(0, flat.numel(), LARGEST_COUNT)]
+
+
+def _parts(flat: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
+    stops = list(itertools.accumulate(splits))
+    return [flat[stop - split : stop] for stop, split in zip(stops, splits, strict=True)]
+
+
+def _apart(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Returns ``input``, or a copy if it shares memory with ``output``, which MPI forbids."""
+    first, second = input.data_ptr(), output.data_ptr()
+    return input if first + input.nbytes <= second or second + output.nbytes <= first else input.clone()
+
+
+def _idle(waited_s: float) -> None:
+    """Gives the core away, the longer the more."""
+    if waited_s > _YIELD_S:
+        time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, waited_s / 100)))
+    elif waited_s > _SPIN_S:
+        os.sched_yield()
+
+
+_one_at_a_time = threading.RLock()
+
+
+def _lock_for(mpi: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns what calls of several threads have to hold. Raises ConfigError if MPI forbids threads altogether."""
+    level = mpi.Query_thread()
+    if level >= mpi.THREAD_MULTIPLE:
+        return contextlib.nullcontext()
+    if level == mpi.THREAD_SERIALIZED:
+        return _one_at_a_time
+    raise ConfigError(
+        f"MPI was initialized for one thread only (level {level}); pycomm's asynchronous calls use another: expected "
+        f"THREAD_SERIALIZED or THREAD_MULTIPLE; initialize MPI so, or leave it to mpi4py"
+    )
+
+
+def connect(spec: ConnectSpec) -> MpiTransport:
+    """Joins the ranks by a communicator of their own made from MPI_COMM_WORLD, which has to consist of just them.
+
+    Raises NativeUnavailableError without mpi4py, ConfigError if no MPI launcher started these ranks.
+    """
+    mpi = import_mpi()
+    world = mpi.COMM_WORLD
+    if world.Get_size() != spec.world_size:
+        raise ConfigError(
+            f"transport 'mpi' on rank {spec.rank}: expected an MPI world of {spec.world_size} ranks, got "
+            f"{world.Get_size()} from {mpi.Get_library_version().splitlines()[0]}; start the job with that library's "
+            f"own mpirun (mpirun -n {spec.world_size} python ...), or use transport 'torch'"
+        )
+    # Its own context, so that pycomm's messages never meet the program's. Blocks only until the others are here too,
+    # and they are on their way: init has just exchanged their host ids.
+    return MpiTransport(world.Split(0, spec.rank), spec.timeout_s)

@@ -1,0 +1,343 @@
+"""Any ``torch.distributed`` process group as a transport: gloo over TCP between hosts, NCCL on CUDA.
+
+``connect`` makes a gloo group of its own; ``wrap`` takes one that the caller has. torch's default group is not touched.
+Verbs that only move data are handed over as bytes, so that they carry every element type. Reductions are handed over
+where the backend's result is the one that pycomm promises; for the rest ``supports`` says no and a plan is run.
+
+[Note: what gloo does not reduce for us]
+Measured with torch 2.13. gloo knows float16, bfloat16, float32, float64, int8, uint8, int32 and int64, no other type.
+It rounds 16-bit sums after every addition, where pycomm accumulates in float32. Its MIN and MAX drop a NaN or keep it,
+depending on which rank has it. It has no AVG and no PREMUL_SUM; an average is a sum that is divided here. Its ring
+all_reduce reduces each element on one rank, so that all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed
+
+from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from ..topology import local_address
+from ..types import ReduceOp
+from ._torch_messages import FramedMessages, PlainMessages
+from .base import Request, Transport
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from . import ConnectSpec
+
+__all__ = ["TorchTransport", "as_bytes", "connect", "timeout_of", "wrap"]
+
+dist: Any = torch.distributed  # its stubs lack half of the names below
+
+_MOVES = frozenset({"broadcast", "all_gather_single", "all_to_all_single", "gather", "scatter", "barrier"})
+_REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter_single"})
+
+_FLOATS = (torch.float32, torch.float64)
+_INTS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # summed as pairs of numbers
+_FLOAT_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG})
+_INT_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_BIT_OPS = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_SUMS = frozenset({ReduceOp.SUM, ReduceOp.AVG})
+
+_REDUCES: dict[str, dict[torch.dtype, frozenset[ReduceOp]]] = {
+    "gloo": dict.fromkeys(_FLOATS, _FLOAT_OPS)
+    | dict.fromkeys(_INTS, _INT_OPS | _BIT_OPS)
+    | dict.fromkeys(_COMPLEX, _SUMS),
+    # NCCL says that it sums 16-bit floats in float32. It has no bitwise operators.
+    "nccl": dict.fromkeys((*_FLOATS, torch.float16, torch.bfloat16), _FLOAT_OPS)
+    | dict.fromkeys(_INTS, _INT_OPS)
+    | dict.fromkeys(_COMPLEX, _SUMS),
+}
+_REDUCES_ANYWHERE = dict.fromkeys((*_FLOATS, torch.int32, torch.int64), frozenset({ReduceOp.SUM}))
+
+# Of ProcessGroup and Backend alike; the names with _base have newer ones, which torch 2.11 and 2.12 lack.
+_METHODS = {
+    "all_reduce": "allreduce",
+    "reduce": "reduce",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "broadcast": "broadcast",
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+}
+
+# What gloo and torch say. An earlier timeout ("pair closure") ends the connections as a death does.
+_TIMEOUT_SIGNS = ("Timed out", "timed out", "imeout waiting")
+_LOST_SIGNS = ("losed by peer", "onnection reset", "roken pipe", "not connected", "pair closure")
+
+_LONGEST_S = 30 * 24 * 3600.0
+
+
+class TorchTransport(Transport):
+    """The ranks of one torch process group, on the devices that it has a backend for.
+
+    On CUDA a collective is complete as torch means it: for work that the current stream does next.
+    """
+
+    name: ClassVar[str] = "torch"
+    native = _MOVES | _REDUCTIONS
+
+    def __init__(self, group: Any, store: Store | None, timeout_s: float, host: str | None = None) -> None:
+        """Joins the members of ``group``, a ProcessGroup or a Backend of torch.
+
+        ``store`` is where groups made by ``split`` meet. ``host`` is the address that gloo binds to, None for torch's
+        choice.
+        """
+        self.group = group
+        self.rank = int(group.rank())
+        self.world_size = int(group.size())
+        self.timeout_s = timeout_s
+        self.backends = _backends(group)
+        self.devices = frozenset(self.backends)
+        self._store = store
+        self._host = host
+        is_gloo = self.backends.get("cpu") == "gloo"
+        # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
+        self._messages: FramedMessages | PlainMessages = FramedMessages(self) if is_gloo else PlainMessages(self)
+
+    def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
+        if verb not in _REDUCTIONS:
+            return verb in _MOVES
+        backends = self.backends.values()
+        return all(op in _REDUCES.get(each, _REDUCES_ANYWHERE).get(dtype, frozenset()) for each in backends)
+
+    # -- point to point -------------------------------------------------------------------------------------------
+
+    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
+        return self._messages.isend(flat, peer, tag)
+
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
+        return self._messages.irecv(flat, peer, tag)
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        output.copy_(input)  # nothing happens if they are the same
+        options = _options(dist.AllreduceOptions(), reduceOp=_torch_op(op))
+        self._run("all_reduce", timeout_s, [_as_real(output)], options)
+        self._divide(output, op)
+
+    def reduce(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, root: int, timeout_s: float | None
+    ) -> None:
+        # torch works in place on every rank; away from the root that may not show.
+        flat = output.copy_(input) if self.rank == root else input.clone()
+        options = _options(dist.ReduceOptions(), reduceOp=_torch_op(op), rootRank=root)
+        self._run("reduce", timeout_s, [_as_real(flat)], options)
+        if self.rank == root:
+            self._divide(output, op)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        options = _options(dist.ReduceScatterOptions(), reduceOp=_torch_op(op))
+        self._run("reduce_scatter_single", timeout_s, _as_real(output), _as_real(input), options)
+        self._divide(output, op)
+
+    def _divide(self, output: torch.Tensor, op: ReduceOp) -> None:
+        if op is ReduceOp.AVG:
+            output.div_(self.world_size)
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
+        options = _options(dist.BroadcastOptions(), rootRank=root, rootTensor=0)
+        self._run("broadcast", timeout_s, [as_bytes(flat)], options)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
+        self._run("all_gather_single", timeout_s, as_bytes(output), as_bytes(input), dist.AllgatherOptions())
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        timeout_s: float | None,
+    ) -> None:
+        width = input.itemsize
+        splits = [width * split for split in output_splits], [width * split for split in input_splits]
+        self._run("all_to_all_single", timeout_s, as_bytes(output), as_bytes(input), *splits, dist.AllToAllOptions())
+
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
+        outputs = [] if output is None else [_parts(output, self.world_size)]
+        self._run("gather", timeout_s, outputs, [as_bytes(input)], _options(dist.GatherOptions(), rootRank=root))
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
+        inputs = [] if input is None else [_parts(input, self.world_size)]
+        self._run("scatter", timeout_s, [as_bytes(output)], inputs, _options(dist.ScatterOptions(), rootRank=root))
+
+    def barrier(self, timeout_s: float | None) -> None:
+        self._run("barrier", timeout_s, dist.BarrierOptions())
+
+    # -- lifetime -------------------------------------------------------------------------------------------------
+
+    def split(self, ranks: Sequence[int] | None, key: int) -> TorchTransport | None:
+        if ranks is None or self.rank not in ranks:
+            return None
+        if self._store is None or set(self.backends.values()) != {"gloo"}:
+            kinds = ", ".join(sorted(self.backends.values()))
+            raise ConfigError(
+                f"cannot split a torch process group of {kinds}: expected gloo, "
+                f"in a group that torch.distributed made; pass the result of torch.distributed.new_group({list(ranks)})"
+            )
+        names = "-".join(str(rank) for rank in ranks)
+        store = dist.PrefixStore(f"split{key}/{names}", self._store)
+        return _make_gloo(store, list(ranks).index(self.rank), len(ranks), self.timeout_s, self._host)
+
+    def close(self) -> None:
+        self.group = None  # a gloo group of our own ends with its last reference
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def open_group(self) -> Any:
+        """Returns torch's group. Raises TransportError after ``close``."""
+        if self.group is None:
+            raise TransportError(f"rank {self.rank} used a group that it had closed; make a new group")
+        return self.group
+
+    def error_of(self, error: Exception, doing: str, timeout_s: float, peer: int = -1) -> TransportError:
+        """Returns the pycomm error for torch's, a RuntimeError whatever it was, while ``doing`` something."""
+        text = str(error).partition("\n")[0]
+        if any(sign in text for sign in _TIMEOUT_SIGNS):
+            return CollectiveTimeoutError(
+                f"{doing} did not finish within {timeout_s:.3g} s; see whether every rank makes the same calls, or "
+                f"raise the timeout; then make a new group, this one is broken (torch says: {text})"
+            )
+        if any(sign in text for sign in _LOST_SIGNS):
+            who = f"rank {peer}" if peer >= 0 else "another rank"
+            return PeerLostError(
+                f"{doing} failed: the connection to {who} is gone; see that rank's own error first, then make a "
+                f"new group of the ranks that are left (torch says: {text})",
+                rank=peer,
+            )
+        return TransportError(f"{doing} failed in torch.distributed: {text}; the group is broken, make a new one")
+
+    def _run(self, verb: str, timeout_s: float | None, *arguments: Any) -> None:
+        """Runs one collective of torch's to its end. Its options are the last of the arguments."""
+        start = getattr(self.open_group(), _METHODS[verb])
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        arguments[-1].timeout = timeout_of(limit_s)
+        try:
+            start(*arguments).wait()
+        except (RuntimeError, ValueError) as error:
+            raise self.error_of(error, f"{verb} among {self.world_size} ranks", limit_s) from error
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a flat tensor, the same memory, as uint8 ``(nbytes,)``."""
+    return flat.view(torch.uint8)
+
+
+def timeout_of(seconds: float) -> timedelta:
+    """Returns ``seconds`` as torch takes it: whole milliseconds, at least one, and not without end."""
+    return timedelta(milliseconds=max(1, math.ceil(min(seconds, _LONGEST_S) * 1000)))
+
+
+def _as_real(flat: torch.Tensor) -> torch.Tensor:
+    real = _COMPLEX.get(flat.dtype)
+    return flat if real is None else flat.view(real)
+
+
+def _torch_op(op: ReduceOp) -> Any:
+    return getattr(dist.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
+
+
+def _parts(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Returns the bytes of ``flat`` in ``world_size`` equal parts, which share its memory."""
+    width = flat.numel() // world_size
+    return [as_bytes(flat[rank * width : (rank + 1) * width]) for rank in range(world_size)]
+
+
+def _options(options: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """Returns the backend of each device type that ``group`` serves, such as {"cpu": "gloo"}."""
+    if not hasattr(group, "_get_backend"):  # a bare Backend
+        return {"cuda" if group.name() == "nccl" else "cpu": str(group.name())}
+    found = {}
+    for device in ("cpu", "cuda"):
+        try:
+            name = str(group._get_backend(torch.device(device)).name())
+        except RuntimeError:  # no backend for this device
+            continue
+        if device == "cpu" or name == "nccl":  # gloo and MPI reduce CUDA tensors with gaps; pycomm stages them itself
+            found[device] = name
+    if not found:
+        raise ConfigError(f"torch process group {group.name()!r}: expected a backend for CPU, or NCCL; found none")
+    return found
+
+
+def wrap(group: torch.distributed.ProcessGroup, timeout_s: float = 600.0) -> TorchTransport:
+    """Returns a transport over a process group that the caller made and keeps."""
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    try:
+        store = _get_process_group_store(group)
+    except KeyError:  # not made by torch.distributed's own functions; only split needs the store
+        store = None
+    return TorchTransport(group, store, timeout_s)
+
+
+def connect(spec: ConnectSpec) -> TorchTransport:
+    """Joins the ranks by a gloo group of their own that meets in ``spec.store``.
+
+    On one host it binds to loopback, else to the interface in GLOO_SOCKET_IFNAME, else to the address on the way to the
+    store.
+    """
+    return _make_gloo(spec.store, spec.rank, spec.world_size, spec.timeout_s, _gloo_host(spec))
+
+
+def _gloo_host(spec: ConnectSpec) -> str | None:
+    if len(set(spec.host_ids)) == 1:
+        return "127.0.0.1"
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    # torch would take what the host's own name resolves to: on many systems 127.0.1.1, where no other host gets.
+    store: Any = spec.store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return local_address(getattr(store, "host", "127.0.0.1"))
+
+
+def _make_gloo(store: Store, rank: int, world_size: int, timeout_s: float, host: str | None) -> TorchTransport:
+    if not dist.is_gloo_available():
+        raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout_of(timeout_s)
+    options._devices = [_gloo_device(host)]
+    try:
+        group = dist.ProcessGroupGloo(store, rank, world_size, options)
+    except RuntimeError as error:
+        raise CollectiveTimeoutError(
+            f"rank {rank} of {world_size} could not connect to the other ranks by gloo within {timeout_s:.3g} s; see "
+            f"whether all of them reached this call and can reach {host or 'the interface in use'} of this host "
+            f"(GLOO_SOCKET_IFNAME chooses another) (torch says: {str(error).splitlines()[0]})"
+        ) from error
+    return TorchTransport(group, store, timeout_s, host)
+
+
+def _gloo_device(host: str | None) -> Any:
+    if host is not None:
+        return dist.ProcessGroupGloo.create_device(hostname=host)
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if interfaces[0]:
+        return dist.ProcessGroupGloo.create_device(interface=interfaces[0])
+    return dist.ProcessGroupGloo.create_default_device()

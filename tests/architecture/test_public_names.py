@@ -1,0 +1,53 @@
+"""The names that users rely on. A change here is a change of the API: say it in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pycomm
+from pycomm import env
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PUBLIC_NAMES = """
+    CheckpointError CollectiveMismatchError CollectiveRecord CollectiveTimeoutError Config ConfigError Group NON_MEMBER
+    NativeUnavailableError P2POp PeerLostError PlanError PremulSum PycommError ReduceOp TransportError Work __version__
+    all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_reduce_mean all_to_all
+    all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list coalescing empty finalize gather
+    gather_object init irecv is_initialized isend local_rank new_group premul_sum rank recv recv_object_list reduce
+    reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list split
+    world_size zeros
+""".split()
+
+ENVIRONMENT = {"PYCOMM_TRANSPORT", "PYCOMM_TIMEOUT_S", "PYCOMM_LOG"}
+BUILD_ENVIRONMENT = {"PYCOMM_CUDA"}
+
+
+def test_public_names_are_frozen() -> None:
+    assert sorted(pycomm.__all__) == sorted(PUBLIC_NAMES)
+
+
+def test_public_names_are_there_and_documented() -> None:
+    for name in pycomm.__all__:
+        thing = getattr(pycomm, name)
+        assert name in ("__version__", "NON_MEMBER") or thing.__doc__, name
+
+
+def test_environment_variables_are_frozen_and_explained() -> None:
+    assert set(env.VARIABLES) == ENVIRONMENT
+    assert all(variable.meaning for variable in env.VARIABLES.values())
+
+
+def test_only_the_table_reads_our_variables() -> None:
+    """A variable that is read past the table has no default, no check and no line in `pycomm doctor`."""
+    unknown = {}
+    for path in sorted((ROOT / "pycomm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if re.fullmatch(r"PYCOMM_[A-Z0-9_]+[A-Z0-9]", node.value):
+                    unknown[node.value] = f"{path.relative_to(ROOT)}:{node.lineno}"
+    for name in ENVIRONMENT | BUILD_ENVIRONMENT:
+        unknown.pop(name, None)
+    assert unknown == {}

@@ -1,0 +1,235 @@
+"""What users pass, on every transport: arrays of other libraries, odd views, NaN, and mistakes, which raise before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from harness import run_ranks, transport_params
+from pycomm import ReduceOp
+
+everywhere = pytest.mark.parametrize("transport", transport_params())
+
+
+def arrays(rank: int) -> None:
+    n = pycomm.world_size()
+    total = n * (n + 1) / 2
+    for dtype in (np.float32, np.float16, np.int16, np.uint32, np.complex128):
+        array = np.full((3, 4), rank + 1, dtype=dtype)
+        pycomm.all_reduce(array)
+        assert (array == total).all()
+    strided = np.zeros((4, 6), dtype=np.int64)
+    strided[:, ::2] = rank + 1
+    pycomm.all_reduce(strided[:, ::2])
+    assert (strided[:, ::2] == total).all() and (strided[:, 1::2] == 0).all()
+    scalar = np.array(rank + 1.0)
+    pycomm.all_reduce(scalar)
+    assert scalar == total
+    read_only = np.full(5, rank, dtype=np.int32)
+    read_only.flags.writeable = False
+    gathered = np.empty(5 * n, dtype=np.int32)
+    pycomm.all_gather_single(gathered, read_only)  # an input may be read-only
+    assert gathered.reshape(n, 5).tolist() == [[r] * 5 for r in range(n)]
+    pycomm.all_gather_single(gathered, np.arange(5, dtype=np.int32)[::-1])  # and run backwards
+    assert gathered.reshape(n, 5).tolist() == [[4, 3, 2, 1, 0]] * n
+    exporter = Exporter(torch.full((7,), float(rank + 1)))
+    pycomm.all_reduce(exporter)
+    assert (exporter.tensor == total).all()
+
+
+class Exporter:
+    """An array of a library that only speaks DLPack."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self.tensor.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+def views(rank: int) -> None:
+    n = pycomm.world_size()
+    total = n * (n + 1) / 2
+    # A parameter, and a tensor inside a graph.
+    parameter = torch.nn.Parameter(torch.full((4,), rank + 1.0))
+    pycomm.all_reduce(parameter)
+    assert parameter.requires_grad and parameter.is_leaf and (parameter.detach() == total).all()
+    hidden = parameter * 2
+    pycomm.all_reduce(hidden)
+    assert (hidden.detach() == 2 * total * n).all()
+    # No dimension, and an inference tensor.
+    scalar = torch.tensor(rank + 1.0)
+    pycomm.all_reduce(scalar)
+    assert scalar.item() == total
+    with torch.inference_mode():
+        frozen = torch.full((2, 3), rank + 1.0)
+    pycomm.all_reduce(frozen)
+    pycomm.all_reduce(frozen.t(), ReduceOp.MAX)
+    assert (frozen == total).all()
+    # Conjugate and negation bits: the view's values are reduced, not the memory's.
+    base = torch.full((3,), complex(rank + 1, rank + 1), dtype=torch.complex64)
+    pycomm.all_reduce(base.conj(), ReduceOp.PRODUCT)
+    expected = torch.ones(3, dtype=torch.complex64)
+    for r in range(n):
+        expected *= complex(r + 1, -(r + 1))
+    assert torch.equal(base.conj().resolve_conj(), expected)
+    base = torch.full((3,), complex(0, rank + 1), dtype=torch.complex64)
+    negated = base.conj().imag
+    assert negated.is_neg()
+    pycomm.all_reduce(negated, ReduceOp.MAX)
+    assert (base.imag == 1).all() and (base.real == 0).all()  # max(-1, -2, ...) = -1
+    # Columns, and memory in another order on another rank.
+    matrix = torch.zeros(5, 7)
+    matrix[:, 3] = rank + 1
+    pycomm.all_reduce(matrix[:, 3])
+    assert (matrix[:, 3] == total).all() and matrix.sum() == 5 * total
+    ordered = torch.arange(6.0).view(2, 3)
+    mine = ordered.clone() if rank % 2 == 0 else ordered.t().contiguous().t()
+    pycomm.all_reduce(mine)
+    assert torch.equal(mine, ordered * n)
+    # Results spread over views.
+    board = torch.zeros(3, n)
+    pycomm.all_gather([board[:, r] for r in range(n)], torch.full((3,), float(rank)))
+    assert torch.equal(board, torch.arange(float(n)).expand(3, n))
+    rows = torch.zeros(n, 3)
+    pycomm.all_gather(list(rows), torch.full((3,), float(rank)))
+    assert torch.equal(rows.t(), board)
+
+
+def not_a_numbers(rank: int) -> None:
+    n = pycomm.world_size()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2):
+        for op in (ReduceOp.MIN, ReduceOp.MAX):
+            tensor = torch.arange(float(n + 40)).remainder(8).to(dtype)
+            tensor.view(torch.uint8 if dtype.itemsize == 1 else dtype)[rank] = (
+                0x7F if dtype.itemsize == 1 else float("nan")
+            )
+            pycomm.all_reduce(tensor, op)
+            is_nan = tensor.float().isnan()
+            assert is_nan[:n].all() and not is_nan[n:].any(), (dtype, op)
+
+
+def all_arguments(rank: int) -> None:
+    arrays(rank)
+    views(rank)
+    not_a_numbers(rank)
+
+
+@everywhere
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_users_pass(transport: str, world_size: int) -> None:
+    run_ranks(world_size, all_arguments, transport=transport)
+
+
+def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
+    """(part of the message, call) of what must raise ConfigError on every rank."""
+    t = torch.zeros(4)
+    read_only = np.zeros(4)
+    read_only.flags.writeable = False
+    buffer = torch.zeros(4 * n + 4)
+    whole, part = torch.zeros(4 * n), torch.zeros(4)
+    return [
+        ("unknown op", lambda: pycomm.all_reduce(t, "sum")),
+        ("unknown op", lambda: pycomm.all_reduce(t, 77)),
+        ("premul_sum", lambda: pycomm.all_reduce(t, ReduceOp.PREMUL_SUM)),
+        ("BAND is not defined", lambda: pycomm.all_reduce(t, ReduceOp.BAND)),
+        ("MAX is not defined", lambda: pycomm.all_reduce(t.to(torch.complex64), ReduceOp.MAX)),
+        ("AVG is not defined", lambda: pycomm.all_reduce(t.bool(), ReduceOp.AVG)),
+        ("unknown algorithm 'ringg'; known: auto, native, direct", lambda: pycomm.all_reduce(t, algorithm="ringg")),
+        ("unknown compression 'int8'; known: none", lambda: pycomm.all_reduce(t, compression="int8")),
+        ("more than 0 seconds", lambda: pycomm.all_reduce(t, timeout=0)),
+        ("expected a torch tensor", lambda: pycomm.all_reduce([1.0, 2.0])),
+        ("expected a torch tensor", lambda: pycomm.all_reduce(3.0)),
+        ("read-only", lambda: pycomm.all_reduce(read_only)),
+        ("negative strides", lambda: pycomm.all_reduce(np.zeros(4)[::-1])),
+        ("cannot be shared", lambda: pycomm.all_reduce(np.array(["a"]))),
+        ("dense", lambda: pycomm.all_reduce(t.to_sparse())),
+        ("meta", lambda: pycomm.all_reduce(torch.zeros(4, device="meta"))),
+        ("overlap", lambda: pycomm.all_reduce(torch.zeros(1).expand(4))),
+        ("overlap", lambda: pycomm.all_reduce(torch.zeros(9).as_strided((3, 3), (1, 1)))),
+        ("expected a pycomm.Group", lambda: pycomm.all_reduce(t, group="world")),
+        ("expected src", lambda: pycomm.broadcast(t)),
+        ("got both", lambda: pycomm.broadcast(t, 0, group_src=0)),
+        (f"rank {n} is not in group", lambda: pycomm.broadcast(t, n)),
+        ("group_dst: expected", lambda: pycomm.reduce(t, group_dst=-1)),
+        ("elements", lambda: pycomm.all_gather_single(torch.zeros(4 * n + 1), t)),
+        ("same dtype", lambda: pycomm.all_gather_single(torch.zeros(4 * n, dtype=torch.float64), t)),
+        ("share memory", lambda: pycomm.all_gather_single(buffer[: 4 * n], buffer[1:5])),
+        ("share memory", lambda: pycomm.reduce_scatter_single(buffer[1:5], buffer[: 4 * n])),
+        ("elements", lambda: pycomm.reduce_scatter_single(torch.zeros(3), whole)),
+        ("divisible", lambda: pycomm.all_to_all_single(torch.zeros(3 * n + 1), torch.zeros(3 * n + 1))),
+        ("sum to", lambda: pycomm.all_to_all_single(whole, whole.clone(), [1] * n, [4] * n)),
+        ("share memory", lambda: pycomm.all_to_all_single(whole, whole)),
+        ("one a rank", lambda: pycomm.all_gather([part] * (n + 1), t)),
+        ("receive results", lambda: pycomm.all_gather([part] * n, t)),
+        ("expected 4 elements", lambda: pycomm.all_to_all([torch.zeros(3) for _ in range(n)], [torch.zeros(4)] * n)),
+        ("expected the same dtype", lambda: pycomm.reduce_scatter(t, [torch.zeros(4, dtype=torch.int32)] * n)),
+        ("expected a list", lambda: pycomm.all_gather_object([None] * (n + 1), 1)),
+        ("tag: expected", lambda: pycomm.isend(t, 0, tag=-1)),
+        ("tag: expected", lambda: pycomm.irecv(t, 0, tag=1 << 20)),
+        ("expected dst", lambda: pycomm.send(t)),
+        ("at least one P2POp", lambda: pycomm.batch_isend_irecv([])),
+        ("isend or pycomm.irecv", lambda: pycomm.P2POp(print, t, 0)),
+        ("expected at least one rank", lambda: pycomm.new_group([])),
+        ("none twice", lambda: pycomm.new_group([0, 0])),
+        ("not in group", lambda: pycomm.new_group([n])),
+        ("color", lambda: pycomm.split(-3)),
+        ("already initialized", lambda: pycomm.init()),
+    ]
+
+
+def make_mistakes(rank: int) -> list[str]:
+    n = pycomm.world_size()
+    problems = []
+    for expected, call in mistakes(n):
+        try:
+            call()
+            problems.append(f"{expected!r}: did not raise")
+        except pycomm.ConfigError as error:
+            if expected not in str(error):
+                problems.append(f"{expected!r} is not in {error}")
+        except Exception as error:
+            problems.append(f"{expected!r}: raised {type(error).__name__}: {error}")
+        # Nothing has moved, so the ranks still agree on what comes next.
+        tensor = torch.ones(2)
+        pycomm.all_reduce(tensor)
+        if not (tensor == n).all():
+            problems.append(f"after {expected!r}: {tensor.tolist()}")
+    with pytest.raises(TypeError):
+        pycomm.all_reduce(torch.zeros(1), colour="red")  # type: ignore[call-arg]
+    with pytest.raises(pycomm.ConfigError, match=rf"all_reduce, group 'world', rank {rank} of {n}"):
+        pycomm.all_reduce(3.0)
+    return problems
+
+
+@everywhere
+def test_mistakes_raise_before_a_byte_moves(transport: str) -> None:
+    for rank, problems in enumerate(run_ranks(2, make_mistakes, transport=transport)):
+        assert not problems, f"rank {rank}: " + "\n".join(problems)
+
+
+def torch_operators(rank: int) -> None:
+    n = pycomm.world_size()
+    dist_op = torch.distributed.ReduceOp
+    for op, expected in (
+        (dist_op.SUM, n * (n + 1) / 2),
+        (dist_op.MAX, float(n)),
+        (dist_op(dist_op.MIN), 1.0),
+        (torch.distributed._make_nccl_premul_sum(2.0), float(n * (n + 1))),
+    ):
+        tensor = torch.full((5,), rank + 1.0)
+        pycomm.all_reduce(tensor, op)
+        assert (tensor == expected).all(), op
+
+
+@everywhere
+def test_operators_of_torch(transport: str) -> None:
+    run_ranks(2, torch_operators, transport=transport)

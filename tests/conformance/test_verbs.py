@@ -1,0 +1,256 @@
+"""Every verb on every transport, in worlds of 1 to 5, against torch's own arithmetic; results bit-equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from cases import ALL_DTYPES, Guarded, argument_of, contribution, fingerprint, guarded, ops_of, reduced, same_bits
+
+import pycomm
+from harness import run_ranks, transport_params
+from pycomm import ReduceOp
+
+# 0, 1, a prime, one past what fits a cache line or two with a header, a page, a window; 8 MiB + 3 bytes is its own test.
+SWEEP = (0, 1, 7, 15, 17, 49, 97, 1025, 4097, 65537)
+FEW = (1, 67)
+# A case returns what all ranks must have alike, or None, and appends to ``wrong``.
+Case = Callable[[list[str]], torch.Tensor | None]
+
+
+def all_reduce(numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | None, wrong: list[str]) -> torch.Tensor:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    inputs = [contribution(r, n, numel, dtype, op) for r in range(n)]
+    buffer = guarded(inputs[rank])
+    pycomm.all_reduce(buffer.flat, argument_of(op, rank), **how(algorithm))
+    expect(wrong, buffer, reduced(inputs, op))
+    return buffer.flat
+
+
+def reduce(numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | None, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    inputs = [contribution(r, n, numel, dtype, op) for r in range(n)]
+    root = numel % n
+    buffer = guarded(inputs[rank])
+    pycomm.reduce(buffer.flat, root, argument_of(op, rank), **how(algorithm))
+    expect(wrong, buffer, reduced(inputs, op) if rank == root else inputs[rank])
+
+
+def reduce_scatter_single(
+    numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | None, wrong: list[str]
+) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    inputs = [contribution(r, n, n * numel, dtype, op) for r in range(n)]
+    source, buffer = guarded(inputs[rank]), Guarded(numel, dtype)
+    pycomm.reduce_scatter_single(buffer.flat, source.flat, argument_of(op, rank), **how(algorithm))
+    expect(wrong, source, inputs[rank])
+    expect(wrong, buffer, reduced(inputs, op)[rank * numel : (rank + 1) * numel])
+
+
+def reduce_scatter_in_place(numel: int, dtype: torch.dtype, op: ReduceOp, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    inputs = [contribution(r, n, n * numel, dtype, op) for r in range(n)]
+    whole = guarded(inputs[rank])
+    part = whole.flat[rank * numel : (rank + 1) * numel]
+    pycomm.reduce_scatter_single(part, whole.flat, argument_of(op, rank))
+    expected = inputs[rank].clone()
+    expected[rank * numel : (rank + 1) * numel] = reduced(inputs, op)[rank * numel : (rank + 1) * numel]
+    expect(wrong, whole, expected)
+
+
+def broadcast(numel: int, dtype: torch.dtype, algorithm: str | None, wrong: list[str]) -> torch.Tensor:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    root = numel % n
+    buffer = guarded(contribution(rank, n, numel, dtype))
+    pycomm.broadcast(buffer.flat, root, **how(algorithm))
+    expect(wrong, buffer, contribution(root, n, numel, dtype))
+    return buffer.flat
+
+
+def all_gather_single(numel: int, dtype: torch.dtype, algorithm: str | None, wrong: list[str]) -> torch.Tensor:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    buffer = Guarded(n * numel, dtype)
+    pycomm.all_gather_single(buffer.flat, contribution(rank, n, numel, dtype), **how(algorithm))
+    expect(wrong, buffer, torch.cat([contribution(r, n, numel, dtype) for r in range(n)]))
+    return buffer.flat
+
+
+def all_gather_in_place(numel: int, dtype: torch.dtype, wrong: list[str]) -> torch.Tensor:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    buffer = Guarded(n * numel, dtype)
+    part = buffer.flat[rank * numel : (rank + 1) * numel]
+    part.copy_(contribution(rank, n, numel, dtype))
+    pycomm.all_gather_single(buffer.flat, part)
+    expect(wrong, buffer, torch.cat([contribution(r, n, numel, dtype) for r in range(n)]))
+    return buffer.flat
+
+
+def all_gather(numel: int, dtype: torch.dtype, is_even: bool, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    numels = [numel if is_even else numel + r for r in range(n)]
+    buffers = [Guarded(each, dtype) for each in numels]
+    pycomm.all_gather([buffer.flat for buffer in buffers], contribution(rank, n, numels[rank], dtype))
+    for r, buffer in enumerate(buffers):
+        expect(wrong, buffer, contribution(r, n, numels[r], dtype))
+
+
+def reduce_scatter(numel: int, dtype: torch.dtype, op: ReduceOp, is_even: bool, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    numels = [numel if is_even else numel + r for r in range(n)]
+    buffer = Guarded(numels[rank], dtype)
+    inputs = [contribution(rank, n, each, dtype, op) for each in numels]
+    pycomm.reduce_scatter(buffer.flat, inputs, argument_of(op, rank))
+    expect(wrong, buffer, reduced([contribution(r, n, numels[rank], dtype, op) for r in range(n)], op))
+
+
+def all_to_all_single(numel: int, dtype: torch.dtype, algorithm: str | None, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    sent = [contribution(r, n, n * numel, dtype) for r in range(n)]
+    buffer = Guarded(n * numel, dtype)
+    pycomm.all_to_all_single(buffer.flat, sent[rank], **how(algorithm))
+    expect(wrong, buffer, torch.cat([each[rank * numel : (rank + 1) * numel] for each in sent]))
+
+
+def all_to_all_uneven(numel: int, dtype: torch.dtype, algorithm: str | None, wrong: list[str]) -> None:
+    """Rank i sends (i * n + j) % 3 * numel rows of two to rank j: nothing at all to some."""
+    rank, n = pycomm.rank(), pycomm.world_size()
+    rows = [[(i * n + j) % 3 * numel for j in range(n)] for i in range(n)]
+    sent = [contribution(i, n, 2 * sum(rows[i]), dtype).view(-1, 2) for i in range(n)]
+    received = [rows[i][rank] for i in range(n)]
+    buffer = Guarded(2 * sum(received), dtype)
+    output = buffer.flat.view(-1, 2)
+    pycomm.all_to_all_single(output, sent[rank], received, rows[rank], **how(algorithm))
+    starts = [sum(rows[i][:rank]) for i in range(n)]
+    expected = torch.cat([sent[i][starts[i] : starts[i] + rows[i][rank]] for i in range(n)])
+    expect(wrong, buffer, expected.view(-1))
+
+
+def all_to_all(numel: int, dtype: torch.dtype, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    buffers = [Guarded(numel + (r + rank) % 3, dtype) for r in range(n)]
+    inputs = [contribution(rank * n + r, n, numel + (r + rank) % 3, dtype) for r in range(n)]
+    pycomm.all_to_all([buffer.flat for buffer in buffers], inputs)
+    for r, buffer in enumerate(buffers):
+        expect(wrong, buffer, contribution(r * n + rank, n, numel + (r + rank) % 3, dtype))
+
+
+def gather(numel: int, dtype: torch.dtype, algorithm: str | None, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    root = numel % n
+    buffers = [Guarded(numel, dtype) for _ in range(n)] if rank == root else []
+    flats = [buffer.flat for buffer in buffers] or None
+    pycomm.gather(contribution(rank, n, numel, dtype), flats, root, **how(algorithm))
+    for r, buffer in enumerate(buffers):
+        expect(wrong, buffer, contribution(r, n, numel, dtype))
+
+
+def scatter(numel: int, dtype: torch.dtype, algorithm: str | None, wrong: list[str]) -> None:
+    rank, n = pycomm.rank(), pycomm.world_size()
+    root = numel % n
+    parts = [contribution(r, n, numel, dtype) for r in range(n)] if rank == root else None
+    buffer = Guarded(numel, dtype)
+    pycomm.scatter(buffer.flat, parts, root, **how(algorithm))
+    expect(wrong, buffer, contribution(rank, n, numel, dtype))
+
+
+def how(algorithm: str | None) -> dict[str, str]:
+    """None takes a transport's short cut where there is one, "auto" its collective behind all checks."""
+    return {} if algorithm is None else {"algorithm": algorithm}
+
+
+def expect(wrong: list[str], buffer: Guarded, expected: torch.Tensor) -> None:
+    if not same_bits(buffer.flat, expected):
+        wrong.append(f"got {buffer.flat[:8].tolist()}, expected {expected[:8].tolist()} (first elements)")
+    if not buffer.is_intact():
+        wrong.append("wrote outside the buffer")
+
+
+def reduction_cases() -> Iterator[Case]:
+    for algorithm in (None, "auto", "direct"):
+        for dtype in ALL_DTYPES if algorithm is None else (torch.float32, torch.bfloat16):
+            for op in ops_of(dtype):
+                for numel in FEW:
+                    yield partial(all_reduce, numel, dtype, op, algorithm)
+                    yield partial(reduce, numel, dtype, op, algorithm)
+                    yield partial(reduce_scatter_single, numel, dtype, op, algorithm)
+        for numel in SWEEP:
+            yield partial(all_reduce, numel, torch.float32, ReduceOp.SUM, algorithm)
+            yield partial(all_reduce, numel, torch.bfloat16, ReduceOp.AVG, algorithm)
+            yield partial(reduce, numel, torch.float32, ReduceOp.MAX, algorithm)
+            yield partial(reduce_scatter_single, numel, torch.float16, ReduceOp.SUM, algorithm)
+    for numel in SWEEP:
+        yield partial(reduce_scatter_in_place, numel, torch.float32, ReduceOp.SUM)
+        yield partial(reduce_scatter, numel, torch.float32, ReduceOp.SUM, True)
+        yield partial(reduce_scatter, numel, torch.int64, ReduceOp.MIN, False)
+
+
+def movement_cases() -> Iterator[Case]:
+    verbs = (broadcast, all_gather_single, all_to_all_single, all_to_all_uneven, gather, scatter)
+    for algorithm in (None, "auto", "direct"):
+        for verb in verbs:
+            for dtype in ALL_DTYPES if algorithm is None else (torch.float32,):
+                for numel in FEW:
+                    yield partial(verb, numel, dtype, algorithm)
+            for numel in SWEEP:
+                yield partial(verb, numel, torch.uint8, algorithm)
+    for numel in SWEEP:
+        yield partial(all_gather_in_place, numel, torch.float32)
+        yield partial(all_gather, numel, torch.float32, True)
+        yield partial(all_gather, numel, torch.float32, False)
+        yield partial(all_to_all, numel, torch.float32)
+
+
+def run_cases(rank: int, make: Callable[[], Iterator[Case]]) -> list[tuple[str, list[str], int | None]]:
+    """Runs on one rank: (case, what is wrong, checksum of what ranks must have alike) of each case."""
+    outcomes = []
+    for case in make():
+        wrong: list[str] = []
+        alike = case(wrong)  # type: ignore[call-arg, misc]
+        name = f"{case.func.__name__}{case.args}"  # type: ignore[attr-defined]
+        outcomes.append((name, wrong, None if alike is None else fingerprint(alike)))
+        pycomm.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize("make", [reduction_cases, movement_cases])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("transport", transport_params())
+def test_every_verb(transport: str, world_size: int, make: Callable[[], Iterator[Case]]) -> None:
+    by_rank = run_ranks(world_size, run_cases, make, transport=transport, timeout_s=110)
+    problems = [f"rank {r}: {name}: {wrong}" for r, ran in enumerate(by_rank) for name, wrong, _ in ran if wrong]
+    for same_case in zip(*by_rank, strict=True):
+        if len({checksum for _, _, checksum in same_case}) > 1:
+            problems.append(f"ranks differ in {same_case[0][0]}")
+    assert len(by_rank[0]) > 100
+    assert not problems, "\n".join(problems[:20])
+
+
+def run_large(rank: int) -> None:
+    n = pycomm.world_size()
+    numel = 8 * 2**20 + 3
+    inputs = [torch.arange(numel, dtype=torch.int32).mul_(2 * r + 3).to(torch.uint8) for r in range(n)]
+    expected = inputs[0].clone()
+    for each in inputs[1:]:
+        expected.bitwise_xor_(each)
+    wrong: list[str] = []
+    for algorithm in (None, "direct"):
+        buffer = guarded(inputs[rank])
+        pycomm.all_reduce(buffer.flat, ReduceOp.BXOR, **how(algorithm))
+        expect(wrong, buffer, expected)
+        part = Guarded(numel // n, torch.uint8)
+        pycomm.reduce_scatter_single(part.flat, inputs[rank][: numel // n * n], ReduceOp.BXOR, **how(algorithm))
+        expect(wrong, part, expected[rank * (numel // n) : (rank + 1) * (numel // n)])
+        buffer = guarded(inputs[rank])
+        pycomm.broadcast(buffer.flat, 1, **how(algorithm))
+        expect(wrong, buffer, inputs[1])
+        gathered = Guarded(n * numel, torch.uint8)
+        pycomm.all_gather_single(gathered.flat, inputs[rank], **how(algorithm))
+        expect(wrong, gathered, torch.cat(inputs))
+    assert not wrong
+
+
+@pytest.mark.parametrize("transport", transport_params())
+def test_eight_mebibytes_and_three(transport: str) -> None:
+    run_ranks(3, run_large, transport=transport, timeout_s=110)

@@ -1,0 +1,286 @@
+"""Runs a function on every rank of a world: ``run_ranks(4, fn, transport="shm")``.
+
+Ranks are threads (local), processes forked from a server that has torch and pycomm loaded (shm, torch), or what mpirun
+starts (mpi). There is a deadline; a failure shows every rank's traceback, tagged by rank; at the deadline every rank's
+stack is dumped; nothing is ended but the processes started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.transport import TRANSPORTS
+from pycomm.transport.local import LocalWorld
+
+__all__ = ["RanksFailed", "run_ranks", "transport_params"]
+
+_GRACE_S = 5.0  # for the other ranks, once one has failed
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "pytest",
+    "pycomm.collectives.init",
+    "pycomm.collectives.verbs",
+    "harness",
+]
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, died or did not end; the message has what each of them did."""
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, transport: str = "shm", timeout_s: float = 60.0
+) -> list[Any]:
+    """Returns ``[fn(rank, *args) for each rank]``, each run inside ``pycomm.init``. Raises RanksFailed.
+
+    ``fn`` is a function of a module, its arguments and results can be pickled (except for threads).
+    """
+    runner = {"local": _run_threads, "mpi": _run_mpi}.get(transport, _run_processes)
+    outcomes = runner(world_size, fn, args, transport, timeout_s)
+    failures = [f"[rank {rank}] {text}" for rank, (is_ok, text) in enumerate(outcomes) if not is_ok]
+    if failures:
+        name = f"{fn.__name__} on {world_size} ranks over {transport}"
+        raise RanksFailed(f"{name}: {len(failures)} ranks failed\n" + "\n".join(failures))
+    return [result for _, result in outcomes]
+
+
+def transport_params() -> list[Any]:
+    """Returns the registered transports to parametrize over; one whose software is optional and missing is skipped."""
+    return [pytest.param(name, marks=_marks(name)) for name in TRANSPORTS.names()]
+
+
+def _marks(name: str) -> list[Any]:
+    if name != "mpi":
+        return []  # the native core is not optional here: without it these tests fail and say how to build it
+    missing = "mpi4py" if importlib.util.find_spec("mpi4py") is None else "mpirun" if _mpirun() is None else None
+    skip = (
+        [] if missing is None else [pytest.mark.skip(reason=f"{missing} is not installed: pip install 'pycomm[mpich]'")]
+    )
+    return [pytest.mark.mpi, *skip]
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def _run_threads(world_size: int, fn: Any, args: Any, transport: str, timeout_s: float) -> list[tuple[bool, Any]]:
+    world = LocalWorld(world_size, timeout_s)
+    outcomes: list[tuple[bool, Any] | None] = [None] * world_size
+
+    def body(rank: int) -> None:
+        try:
+            with pycomm.init(world.transports[rank]):
+                outcomes[rank] = (True, fn(rank, *args))
+        except BaseException as error:
+            outcomes[rank] = (False, traceback.format_exc())
+            world.transports[rank].fail(f"it raised {type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    if any(thread.is_alive() for thread in threads):
+        with tempfile.TemporaryFile("w+") as dump:
+            faulthandler.dump_traceback(dump, all_threads=True)
+            dump.seek(0)
+            stacks = dump.read()
+        for rank in range(world_size):
+            world.transports[rank].fail("the harness's deadline passed")
+        return [
+            outcome or (False, f"still running after {timeout_s} s; stacks of all threads:\n{stacks}")
+            for outcome in outcomes
+        ]
+    return [outcome or (False, "ended without an outcome") for outcome in outcomes]
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+
+def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_s: float) -> list[tuple[bool, Any]]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    payload = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        dumps = [Path(folder) / f"stack{rank}" for rank in range(world_size)]
+        processes = [
+            context.Process(
+                target=_process_main,
+                args=(rank, world_size, transport, store.port, timeout_s, payload, pipes[rank][1], str(dumps[rank])),
+                name=f"rank {rank}",
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()  # so that a rank's death is the end of its pipe
+        outcomes = _collect([receiver for receiver, _ in pipes], timeout_s)
+        for rank, process in enumerate(processes):
+            process.join(0.0 if outcomes[rank] is None else _GRACE_S)
+        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        _dump_stacks([processes[rank].pid for rank in stuck])
+        for rank, process in enumerate(processes):
+            if rank in stuck:
+                stack = dumps[rank].read_text() if dumps[rank].exists() else "no stack"
+                after = "" if outcomes[rank] is None else f" (its function had ended: {outcomes[rank][0]})"
+                outcomes[rank] = (False, f"still running at the deadline of {timeout_s} s{after}; stack:\n{stack}")
+                process.kill()
+                process.join()
+            elif outcomes[rank] is None:
+                outcomes[rank] = (False, f"died without a result, exit code {process.exitcode}")
+            process.close()
+    return outcomes
+
+
+def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
+    """Returns each rank's outcome, None for those that died or did not end in time."""
+    outcomes: list[Any] = [None] * len(receivers)
+    waiting = dict(zip(receivers, range(len(receivers)), strict=True))
+    deadline = time.monotonic() + timeout_s
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for receiver in wait(list(waiting), left_s):
+            rank = waiting.pop(receiver)
+            with contextlib.suppress(EOFError):  # it died: None
+                outcomes[rank] = pickle.loads(receiver.recv_bytes())
+            if outcomes[rank] is None or not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    for receiver in receivers:
+        receiver.close()
+    return outcomes
+
+
+def _process_main(
+    rank: int,
+    world_size: int,
+    transport: str,
+    port: int,
+    timeout_s: float,
+    payload: bytes,
+    sender: Connection,
+    dump: str,
+) -> None:
+    """The body of one rank's process."""
+    dump_file = open(dump, "w")  # noqa: SIM115  faulthandler needs it for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=dump_file, all_threads=True)
+    torch.set_num_threads(1)  # the ranks share the cores
+
+    def join_and_run() -> Any:
+        fn, args = pickle.loads(payload)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        with pycomm.init(transport, rank=rank, world_size=world_size, store=store, timeout=timeout_s):
+            return fn(rank, *args)
+
+    sender.send_bytes(_outcome(join_and_run))
+
+
+def _outcome(body: Callable[[], Any]) -> bytes:
+    """Returns, pickled, (True, result of body) or (False, traceback)."""
+    try:
+        return pickle.dumps((True, body()))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _dump_stacks(pids: list[int | None]) -> None:
+    for pid in pids:
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+    if pids:
+        time.sleep(0.3)
+
+
+# -- mpirun --------------------------------------------------------------------------------------------------------------
+
+
+def _mpirun() -> str | None:
+    """Returns the mpirun beside this Python, else that of PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def _run_mpi(world_size: int, fn: Any, args: Any, transport: str, timeout_s: float) -> list[tuple[bool, Any]]:
+    mpirun = _mpirun()
+    assert mpirun is not None, "mpirun is not installed: pip install 'pycomm[mpich]'"
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        (folder / "job").write_bytes(pickle.dumps((sys.path, fn.__module__, timeout_s)))
+        (folder / "payload").write_bytes(pickle.dumps((fn, args)))
+        command = [mpirun, "-n", str(world_size), sys.executable, __file__, name]
+        with (folder / "output").open("w") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                pids = [int(path.read_text()) for path in folder.glob("pid*")]
+                _dump_stacks(pids)
+                os.killpg(process.pid, signal.SIGKILL)  # the session made above: mpirun and its proxies
+                process.wait()
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        printed = (folder / "output").read_text()
+        outcomes: list[tuple[bool, Any]] = []
+        for rank in range(world_size):
+            result = folder / f"result{rank}"
+            if result.exists():
+                outcomes.append(pickle.loads(result.read_bytes()))
+            else:
+                outcomes.append((False, f"no result, mpirun returned {process.returncode}; output:\n{printed}"))
+        return outcomes
+
+
+def _mpi_main(name: str) -> None:
+    """The body of one rank under mpirun."""
+    folder = Path(name)
+    path, module, timeout_s = pickle.loads((folder / "job").read_bytes())
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    rank = next(int(os.environ[key]) for key in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if key in os.environ)
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    def join_and_run() -> Any:
+        importlib.import_module(module)
+        fn, args = pickle.loads((folder / "payload").read_bytes())
+        with pycomm.init("mpi", timeout=timeout_s):
+            return fn(rank, *args)
+
+    partial = folder / f"partial{rank}"
+    partial.write_bytes(_outcome(join_and_run))
+    partial.rename(folder / f"result{rank}")
+
+
+if __name__ == "__main__":
+    _mpi_main(sys.argv[1])
