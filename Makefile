@@ -19,7 +19,7 @@ test: setup
 	$(bin)/python -m pytest $(TESTS)
 
 peers: setup
-	$(bin)/python benchmarks/peers.py make
+	$(bin)/python -m pycomm bench --make-peers
 
 lint: setup
 	$(bin)/ruff check .

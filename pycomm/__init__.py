@@ -30,7 +30,8 @@ from .types import PremulSum, ReduceOp, premul_sum
 if TYPE_CHECKING:
     from .collectives.coalescing import coalescing
     from .collectives.context import NON_MEMBER
-    from .collectives.group import CollectiveRecord, Group
+    from .collectives.group import Group
+    from .collectives.hooks import CollectiveRecord
     from .collectives.init import finalize, init, is_initialized, local_rank, new_group, rank, split, world_size
     from .collectives.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
     from .collectives.memory import empty, zeros
@@ -64,7 +65,8 @@ _MODULE_OF = {
     for module, names in {
         "coalescing": "coalescing",
         "context": "NON_MEMBER",
-        "group": "CollectiveRecord Group",
+        "group": "Group",
+        "hooks": "CollectiveRecord",
         "init": "finalize init is_initialized local_rank new_group rank split world_size",
         "lists": "all_gather all_to_all gather reduce_scatter scatter",
         "memory": "empty zeros",

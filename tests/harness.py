@@ -120,7 +120,7 @@ def _run_threads(world_size: int, fn: Any, args: Any, transport: str, timeout_s:
     return [outcome or (False, "ended without an outcome") for outcome in outcomes]
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_s: float) -> list[tuple[bool, Any]]:
@@ -136,28 +136,33 @@ def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_
                 target=_process_main,
                 args=(rank, world_size, transport, store.port, timeout_s, payload, pipes[rank][1], str(dumps[rank])),
                 name=f"rank {rank}",
+                daemon=True,
             )
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()  # so that a rank's death is the end of its pipe
-        outcomes = _collect([receiver for receiver, _ in pipes], timeout_s)
-        for rank, process in enumerate(processes):
-            process.join(0.0 if outcomes[rank] is None else _GRACE_S)
-        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        _dump_stacks([processes[rank].pid for rank in stuck])
-        for rank, process in enumerate(processes):
-            if rank in stuck:
+        try:
+            for process in processes:
+                process.start()
+            for _, sender in pipes:
+                sender.close()  # so that a rank's death is the end of its pipe
+            outcomes = _collect([receiver for receiver, _ in pipes], timeout_s)
+            for rank, process in enumerate(processes):
+                process.join(0.0 if outcomes[rank] is None else _GRACE_S)
+            stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            _dump_stacks([processes[rank].pid for rank in stuck])
+            for rank in stuck:
                 stack = dumps[rank].read_text() if dumps[rank].exists() else "no stack"
-                after = "" if outcomes[rank] is None else f" (its function had ended: {outcomes[rank][0]})"
+                after = "" if outcomes[rank] is None else " (its function had ended)"
                 outcomes[rank] = (False, f"still running at the deadline of {timeout_s} s{after}; stack:\n{stack}")
-                process.kill()
-                process.join()
-            elif outcomes[rank] is None:
-                outcomes[rank] = (False, f"died without a result, exit code {process.exitcode}")
-            process.close()
+            for rank, process in enumerate(processes):
+                if outcomes[rank] is None:
+                    outcomes[rank] = (False, f"died without a result, exit code {process.exitcode}")
+        finally:  # also if the test's own timeout, or Ctrl-C, ends this
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+                process.close()
     return outcomes
 
 
@@ -219,7 +224,7 @@ def _dump_stacks(pids: list[int | None]) -> None:
         time.sleep(0.3)
 
 
-# -- mpirun --------------------------------------------------------------------------------------------------------------
+# -- mpirun ------------------------------------------------------------------------------------------------------------
 
 
 def _mpirun() -> str | None:

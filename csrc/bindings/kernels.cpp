@@ -23,20 +23,23 @@ using Addresses = std::vector<std::uintptr_t>;
 using Factors = std::optional<std::vector<double>>;
 
 // Raises ValueError unless reduce() can be called with these arguments.
-void check(std::uintptr_t output, const Addresses& inputs, std::size_t numel, int dtype, int op, const Factors& factors) {
+void check(std::uintptr_t output, const Addresses& inputs, std::size_t numel, int dtype, int op,
+           const Factors& factors) {
   if (dtype < 0 || dtype >= kDTypes || op < 0 || op >= kReduceOps ||
       !reduce_supported(static_cast<DType>(dtype), static_cast<ReduceOp>(op))) {
-    throw py::value_error("reduce: operator " + std::to_string(op) + " is not defined on dtype " + std::to_string(dtype));
+    throw py::value_error("reduce: operator " + std::to_string(op) + " is not defined on dtype " +
+                          std::to_string(dtype));
   }
   if (inputs.empty()) throw py::value_error("reduce: needs at least one input, got none");
   if (static_cast<ReduceOp>(op) == ReduceOp::kPremulSum && (!factors || factors->size() != inputs.size())) {
-    throw py::value_error("reduce: PREMUL_SUM needs a factor for each of the " + std::to_string(inputs.size()) + " inputs, got " +
-                          (factors ? std::to_string(factors->size()) : "none"));
+    throw py::value_error("reduce: PREMUL_SUM needs a factor for each of the " + std::to_string(inputs.size()) +
+                          " inputs, got " + (factors ? std::to_string(factors->size()) : "none"));
   }
   const std::size_t bytes = numel * item_bytes(static_cast<DType>(dtype));
   for (const std::uintptr_t input : inputs) {
     const bool is_apart = input + bytes <= output || output + bytes <= input;
-    if (input != output && !is_apart) throw py::value_error("reduce: the output overlaps an input without being that input");
+    if (input != output && !is_apart)
+      throw py::value_error("reduce: the output overlaps an input without being that input");
   }
 }
 
@@ -45,17 +48,17 @@ const void* const* pointers(const Addresses& addresses) {
   return reinterpret_cast<const void* const*>(addresses.data());
 }
 
-void reduce_on_cpu(std::uintptr_t output, const Addresses& inputs, std::size_t numel, int dtype, int op, const Factors& factors,
-                   bool stream_output) {
+void reduce_on_cpu(std::uintptr_t output, const Addresses& inputs, std::size_t numel, int dtype, int op,
+                   const Factors& factors, bool stream_output) {
   check(output, inputs, numel, dtype, op, factors);
   py::gil_scoped_release release;
-  reduce(reinterpret_cast<void*>(output), pointers(inputs), static_cast<int>(inputs.size()), numel, static_cast<DType>(dtype),
-         static_cast<ReduceOp>(op), factors ? factors->data() : nullptr, stream_output);
+  reduce(reinterpret_cast<void*>(output), pointers(inputs), static_cast<int>(inputs.size()), numel,
+         static_cast<DType>(dtype), static_cast<ReduceOp>(op), factors ? factors->data() : nullptr, stream_output);
 }
 
 #if defined(PYCOMM_WITH_CUDA)
-void reduce_on_cuda(std::uintptr_t output, const Addresses& inputs, std::size_t numel, int dtype, int op, const Factors& factors,
-                    std::uintptr_t stream) {
+void reduce_on_cuda(std::uintptr_t output, const Addresses& inputs, std::size_t numel, int dtype, int op,
+                    const Factors& factors, std::uintptr_t stream) {
   check(output, inputs, numel, dtype, op, factors);
   if (inputs.size() > static_cast<std::size_t>(kMaxCudaInputs)) {
     throw py::value_error("reduce_cuda: takes at most " + std::to_string(kMaxCudaInputs) + " inputs, got " +
@@ -75,8 +78,8 @@ void reduce_on_cuda(std::uintptr_t output, const Addresses& inputs, std::size_t 
 }  // namespace
 
 void bind_kernels(py::module_& m) {
-  m.def("reduce", &reduce_on_cpu, py::arg("output"), py::arg("inputs"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-        py::arg("factors") = py::none(), py::arg("stream_output") = false,
+  m.def("reduce", &reduce_on_cpu, py::arg("output"), py::arg("inputs"), py::arg("numel"), py::arg("dtype"),
+        py::arg("op"), py::arg("factors") = py::none(), py::arg("stream_output") = false,
         "output[i] = inputs[0][i] op inputs[1][i] op ..., over addresses of CPU memory. Raises ValueError.");
   m.def(
       "reduce_supported",
@@ -85,12 +88,14 @@ void bind_kernels(py::module_& m) {
       },
       py::arg("dtype"), py::arg("op"), "Whether the operator is defined on the element type.");
   m.def("cpu_isa", &cpu_isa, "The instruction set that the CPU kernels use: 'avx512', 'avx2' or 'generic'.");
-  m.def("_reduce_isa", &use_cpu_isa, py::arg("name").none(true),
-        "Makes the kernels use this instruction set (None: the best). False if the machine has no such set. For tests.");
+  m.def(
+      "_reduce_isa", &use_cpu_isa, py::arg("name").none(true),
+      "Makes the kernels use this instruction set (None: the best). False if the machine has no such set. For tests.");
 #if defined(PYCOMM_WITH_CUDA)
-  m.def("reduce_cuda", &reduce_on_cuda, py::arg("output"), py::arg("inputs"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-        py::arg("factors"), py::arg("stream"),
-        "As reduce, over addresses of the current device's memory, queued on a stream. Raises ValueError, RuntimeError.");
+  m.def(
+      "reduce_cuda", &reduce_on_cuda, py::arg("output"), py::arg("inputs"), py::arg("numel"), py::arg("dtype"),
+      py::arg("op"), py::arg("factors"), py::arg("stream"),
+      "As reduce, over addresses of the current device's memory, queued on a stream. Raises ValueError, RuntimeError.");
 #endif
 }
 

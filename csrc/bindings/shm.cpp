@@ -26,6 +26,9 @@ std::int64_t nanoseconds(double seconds) { return seconds > 9e9 ? INT64_MAX / 2 
 
 Call make_call(Verb verb, std::size_t numel, int dtype, int op, double factor, int root, double timeout_s) {
   if (dtype < 0 || dtype >= kDTypes || op < 0 || op >= kReduceOps) throw py::value_error("unknown dtype or reduction code");
+  const bool reduces = verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter;
+  if (reduces && !reduce_supported(static_cast<DType>(dtype), static_cast<ReduceOp>(op)))
+    throw py::value_error("this reduction is not defined on this element type");
   Call call{verb};
   call.dtype = static_cast<DType>(dtype);
   call.op = static_cast<ReduceOp>(op);
@@ -57,7 +60,7 @@ void bind_group(py::module_& m) {
              const int ranks = static_cast<int>(host_rank_of.size());
              return std::make_shared<Group>(Group::Setup{fd, host_ranks, area, rank, ranks, std::move(host_rank_of), std::move(pidfds),
                                                          std::move(pids), std::move(name), members, nanoseconds(timeout_s), is_oversubscribed,
-                                                         std::move(heaps), check_interrupt});
+                                                         std::move(heaps), LazyGilRelease::about_to_block, check_interrupt});
            }),
            py::arg("fd"), py::arg("host_ranks"), py::arg("area"), py::arg("rank"), py::arg("host_rank_of"), py::arg("pidfds"), py::arg("pids"),
            py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("is_oversubscribed"), py::arg("heaps"), NoGil())

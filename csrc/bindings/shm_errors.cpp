@@ -7,6 +7,8 @@
 namespace pycomm {
 namespace {
 
+thread_local LazyGilRelease* current_release = nullptr;
+
 void raise(const char* name, const char* message, int rank = -1) {
   PyObject* errors = PyImport_ImportModule("pycomm.errors");
   PyObject* type = errors != nullptr ? PyObject_GetAttrString(errors, name) : nullptr;
@@ -37,6 +39,20 @@ void set_python_error() {
   } catch (const std::exception& error) {
     raise("PycommError", error.what());
   }
+}
+
+LazyGilRelease::LazyGilRelease(bool now) {
+  current_release = this;
+  if (now) about_to_block();
+}
+
+LazyGilRelease::~LazyGilRelease() {
+  current_release = nullptr;
+  if (state_ != nullptr) PyEval_RestoreThread(state_);
+}
+
+void LazyGilRelease::about_to_block() {
+  if (current_release != nullptr && current_release->state_ == nullptr) current_release->state_ = PyEval_SaveThread();
 }
 
 void check_interrupt() {

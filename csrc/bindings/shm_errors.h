@@ -16,4 +16,20 @@ void set_python_error();
 // Runs pending signal handlers (Ctrl-C); throws PythonError if one of them raised. Called without the GIL.
 void check_interrupt();
 
+// Lets other Python threads run from the first long wait on, or from the start if `now`, until this goes out of scope.
+// A call that is over in a microsecond never touches the lock, which would cost it a tenth of its time.
+class LazyGilRelease {
+ public:
+  explicit LazyGilRelease(bool now);
+  ~LazyGilRelease();
+  LazyGilRelease(const LazyGilRelease&) = delete;
+  LazyGilRelease& operator=(const LazyGilRelease&) = delete;
+
+  // The wait turns long (Waiter::Setup::about_to_block). Does nothing in a thread that has no LazyGilRelease.
+  static void about_to_block();
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
 }  // namespace pycomm

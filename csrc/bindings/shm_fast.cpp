@@ -28,6 +28,7 @@ struct Flat {
   void* data;
   std::size_t numel;
   DType dtype;
+  std::size_t bytes() const { return numel * item_bytes(dtype); }
 };
 
 bool dtype_of(const dlpack::Tensor& tensor, DType& dtype) {
@@ -70,9 +71,10 @@ bool read(const Cut& cut, PyObject* object, Flat& flat) {
   }
   if (tensor.device_type != dlpack::kCPU || !dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
   flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
-  if (flat.numel != 1) return true;
   // The imaginary part of a conjugate is a view with a negation bit, which DLPack does not tell either. Such a view has
-  // stride 2, so it fails the test above, unless it has one element.
+  // stride 2, so it fails the test above, unless it has one element. That one lies an odd number of items into memory
+  // that is aligned for complex numbers; only there torch has to be asked.
+  if (flat.numel != 1 || reinterpret_cast<std::uintptr_t>(flat.data) % (2 * item_bytes(flat.dtype)) == 0) return true;
   PyObject* is_negative = PyObject_CallOneArg(cut.is_neg, object);
   if (is_negative == nullptr) PyErr_Clear();
   Py_XDECREF(is_negative);
@@ -90,25 +92,18 @@ bool read_op(PyObject* object, DType dtype, ReduceOp& op) {
   return reduce_supported(dtype, op);
 }
 
+constexpr std::size_t kLongBytes = 16 * 1024;  // from here on the lock is let go for the copying alone
+
 template <class Run>
-PyObject* run(Run run_collective) {
-  bool has_failed = false;
-  PyThreadState* const state = PyEval_SaveThread();
-  std::exception_ptr error;
+PyObject* run(std::size_t bytes, Run run_collective) {
   try {
+    const LazyGilRelease release(bytes >= kLongBytes);
     run_collective();
   } catch (...) {
-    error = std::current_exception();
-    has_failed = true;
-  }
-  PyEval_RestoreThread(state);
-  if (!has_failed) Py_RETURN_TRUE;
-  try {
-    std::rethrow_exception(error);
-  } catch (...) {
     set_python_error();
+    return nullptr;
   }
-  return nullptr;
+  Py_RETURN_TRUE;
 }
 
 Cut& cut_of(PyObject* self) { return *static_cast<Cut*>(PyCapsule_GetPointer(self, nullptr)); }
@@ -120,7 +115,7 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (count != 2 || !read(cut, args[0], flat) || !read_op(args[1], flat.dtype, call.op)) Py_RETURN_FALSE;
   call.dtype = flat.dtype;
   call.numel = flat.numel;
-  return run([&] { cut.group->all_reduce(flat.data, flat.data, call); });
+  return run(flat.bytes(), [&] { cut.group->all_reduce(flat.data, flat.data, call); });
 }
 
 PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -136,13 +131,13 @@ PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   call.dtype = flat.dtype;
   call.numel = flat.numel;
   call.root = static_cast<int>(root);
-  return run([&] { cut.group->broadcast(flat.data, call); });
+  return run(flat.bytes(), [&] { cut.group->broadcast(flat.data, call); });
 }
 
 bool overlap(const Flat& a, const Flat& b) {
   const auto* a_start = static_cast<unsigned char*>(a.data);
   const auto* b_start = static_cast<unsigned char*>(b.data);
-  return a_start < b_start + b.numel * item_bytes(b.dtype) && b_start < a_start + a.numel * item_bytes(a.dtype);
+  return a_start < b_start + b.bytes() && b_start < a_start + a.bytes();
 }
 
 PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -154,7 +149,7 @@ PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Call call{Verb::kAllGather};
   call.dtype = input.dtype;
   call.numel = input.numel;
-  return run([&] { cut.group->all_gather(output.data, input.data, call); });
+  return run(output.bytes(), [&] { cut.group->all_gather(output.data, input.data, call); });
 }
 
 PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -166,13 +161,13 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (output.dtype != input.dtype || input.numel != ranks * output.numel || overlap(output, input)) Py_RETURN_FALSE;
   call.dtype = input.dtype;
   call.numel = output.numel;
-  return run([&] { cut.group->reduce_scatter(output.data, input.data, call); });
+  return run(input.bytes(), [&] { cut.group->reduce_scatter(output.data, input.data, call); });
 }
 
 PyObject* barrier(PyObject* self, PyObject* const*, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   if (count != 0) Py_RETURN_FALSE;
-  return run([&] { cut.group->barrier(0); });
+  return run(0, [&] { cut.group->barrier(0); });
 }
 
 template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>

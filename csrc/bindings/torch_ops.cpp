@@ -1,5 +1,5 @@
-// torch.ops.pycomm.*: the operators that torch.compile sees, on torch's stable ABI (one library for torch 2.11 and later).
-// CPU kernels; pycomm/ops adds those for CUDA from the core, so that this library needs no nvcc.
+// torch.ops.pycomm.*: the operators that torch.compile sees, on torch's stable ABI (one library for torch 2.11 and
+// later). CPU kernels; pycomm/ops adds those for CUDA from the core, so that this library needs no nvcc.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -66,8 +66,8 @@ Tensor reduce_tensors(std::vector<Tensor> inputs, int64_t op, std::vector<double
     pointers.push_back(input.const_data_ptr());
   }
   Tensor output = torch::stable::new_empty(first, first.sizes());
-  reduce(output.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()), static_cast<std::size_t>(first.numel()),
-         dtype, static_cast<ReduceOp>(op), factors.data(), false);
+  reduce(output.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()),
+         static_cast<std::size_t>(first.numel()), dtype, static_cast<ReduceOp>(op), factors.data(), false);
   return output;
 }
 

@@ -1,4 +1,4 @@
-// n inputs -> one output, in the order of the inputs, so that every rank that reduces the same inputs gets the same bits.
+// n inputs -> one output, combined in their order, so that every rank that reduces the same inputs gets the same bits.
 #pragma once
 
 #include "../types.h"
@@ -8,13 +8,16 @@ namespace pycomm {
 // Whether `op` is defined on `dtype` (a bitwise op on floats is not, MIN of complex numbers is not, ...).
 bool reduce_supported(DType dtype, ReduceOp op);
 
-// output[i] = inputs[0][i] op inputs[1][i] op ... for i < numel.
+// output[i] = inputs[0][i] op inputs[1][i] op ... for i < numel. Any alignment.
 //   - `output` may be one of the inputs, or not overlap any of them.
-//   - 16- and 8-bit floats accumulate in float32 and round once, at the end.
-//   - kAvg divides the sum by `num_inputs`. kPremulSum scales input j by factors[j] first; factors is read for that op alone.
-//   - MIN and MAX give NaN where any input is NaN.
-//   - `stream_output` writes with non-temporal stores: right when nobody on this core reads the output soon.
-// Allocates nothing, throws nothing. Bytes moved per element: (num_inputs + 1) * itemsize.
+//   - 16- and 8-bit floats accumulate in float32 and round once, at the end, as torch casts.
+//   - kAvg divides the sum by `num_inputs`. kPremulSum scales input j by factors[j] first, and rounds; `factors` is read
+//     for that op alone.
+//   - MIN and MAX give NaN where any input is NaN, and the earlier of two equals (0.0 and -0.0 are).
+//   - Every NaN in the output is the quiet, positive one: the bits depend neither on the machine nor on i.
+//   - `stream_output` writes with non-temporal stores, then a store fence: right when nobody on this core reads the
+//     output soon.
+// Allocates nothing, throws nothing. Bytes moved per element: (num_inputs + 1) * itemsize. `op` is defined on `dtype`.
 void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t numel, DType dtype, ReduceOp op,
             const double* factors, bool stream_output);
 

@@ -36,7 +36,7 @@ std::size_t part_bound(std::size_t numel, int ranks, std::size_t item) {
 void Group::exchange(const Call& call, const void* data, std::size_t bytes) {
   if (bytes > 0) put(payload(rank_, bytes), data, bytes);
   publish(call);
-  meet(call);
+  meet(call, bytes);
 }
 
 template <class Fill, class Use>

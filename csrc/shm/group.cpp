@@ -1,6 +1,7 @@
 #include "group.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,8 +21,11 @@ constexpr const char* kDTypeNames[] = {"uint8", "int8", "uint16", "int16", "uint
 constexpr const char* kOpNames[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG", "PREMUL_SUM"};
 
 constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
+constexpr std::size_t kLinesAhead = 4;           // of a payload, to ask for while waiting
+constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
 constexpr int kAttempts = 4;
 constexpr int kPings = 8;
+constexpr int kPatience = 1000;                  // looks at the peer's counter before waiting in earnest
 constexpr std::size_t kMeasureEvery = 32u << 20;  // bytes of traffic, a few milliseconds' worth,
 constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
 constexpr std::size_t kStreamFrom = 768;         // far apart, non-temporal stores win from here on
@@ -72,11 +76,11 @@ Group::Group(Setup setup)
   mapping_->populate(0, at_.resident, false);
   waiter_ = std::make_unique<Waiter>(Waiter::Setup{reinterpret_cast<Control*>(area_), reinterpret_cast<Sleeper*>(area_ + at_.sleepers),
                                                    rank_, ranks_, setup_.pidfds, setup_.pids, setup_.is_oversubscribed,
-                                                   setup_.check_interrupt});
+                                                   setup_.about_to_block, setup_.check_interrupt});
   waiter_->name(setup_.name, &seq_);
   mailbox_ = std::make_unique<Mailbox>(area_, at_, Waiter::Setup{reinterpret_cast<Control*>(area_ + at_.mail_control),
                                        reinterpret_cast<Sleeper*>(area_ + at_.mail_sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
-                                       setup_.is_oversubscribed, setup_.check_interrupt}, setup_.name,
+                                       setup_.is_oversubscribed, setup_.about_to_block, setup_.check_interrupt}, setup_.name,
                                        [this](std::size_t offset, std::size_t bytes) { mapping_->populate(offset, bytes, false); });
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};
@@ -135,7 +139,11 @@ Group::Entry::Entry(Group& group, const char* verb, std::int64_t timeout_ns) : g
   group.waiter_->throw_if_broken(verb);
 }
 
-Group::Entry::~Entry() { group_.is_busy_.store(false, std::memory_order_release); }
+Group::Entry::~Entry() {
+  // The header that comes next was read by everybody two calls ago; asking for its line now spares the next call that wait.
+  prefetch_for_write(group_.area_ + group_.at_.slots + (2 * static_cast<std::size_t>(group_.rank_) + ((group_.seq_ + 1) & 1)) * group_.at_.slot_stride);
+  group_.is_busy_.store(false, std::memory_order_release);
+}
 
 // -- the exchange ---------------------------------------------------------------------------------------------------------
 
@@ -165,13 +173,14 @@ int Group::count_shared() const {
   return shared;
 }
 
-void Group::meet(const Call& call) {
+void Group::meet(const Call& call, std::size_t payload_bytes) {
   const std::uint64_t mine = encode(call);
+  const int lines = payload_bytes <= sizeof(Header::payload) ? 0 : static_cast<int>(std::min((payload_bytes + kLine - 1) / kLine, kLinesAhead));
   bool agree = true;
   for (int i = 1; i < ranks_; ++i) {
     const int r = rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_;
     const Header& other = header(r);
-    waiter_->until(other.seq, seq_, r, deadline_, verb_name(call.verb));
+    waiter_->until(other.seq, seq_, r, deadline_, verb_name(call.verb), line(r) + sizeof(Header), lines);
     agree &= other.call == mine && other.numel == call.numel;
   }
   if (__builtin_expect(!agree, 0)) report_mismatch(call);
@@ -254,33 +263,51 @@ void Group::reduce_from(void* output, const void* const* inputs, std::size_t num
 }
 
 void Group::account(std::size_t bytes, const char* verb) {
-  if (setup_.is_oversubscribed || ranks_ == 1) return;
+  if (ranks_ == 1) return;
   traffic_bytes_ += kCallBytes + bytes;
   if (traffic_bytes_ >= kMeasureEvery) measure_line(verb);
 }
 
 void Group::measure_line(const char* verb) {
   // Cache lines travel in 30 ns between cores that share an L3 and in 250 ns between those that do not, and a virtual
-  // machine's cores may be moved from one to the other at any time. Far apart, plain stores leave windows dirty in the
-  // wrong L3, where the reader gets them at 2 GB/s; non-temporal stores avoid that, and lose where the cores are near.
+  // machine's cores may be moved from one to the other at any time. Far apart, plain stores leave what is staged dirty in
+  // the wrong L3, where the reader gets it at 2 GB/s; non-temporal stores avoid that, and lose where the cores are near.
+  // Rank i measures with rank i + n/2, if they run on two cores at the moment; everybody goes by the worst pair.
   traffic_bytes_ = 0;
+  const int half = ranks_ / 2, peer = rank_ < half ? rank_ + half : rank_ < 2 * half ? rank_ - half : rank_;
+  ping(rank_).cpu = static_cast<std::uint32_t>(sched_getcpu());
+  ping(rank_).line_ns = 0;
   sync(verb);
-  const int peer = rank_ ^ 1;
-  if (peer >= ranks_) return;
+  if (ping(peer).cpu != ping(rank_).cpu) ping(rank_).line_ns = ping_pong(peer, verb);
+  sync(verb);
+  std::uint32_t worst_ns = 0;
+  for (int r = 0; r < ranks_; ++r) worst_ns = std::max(worst_ns, ping(r).line_ns);
+  sync(verb);  // nobody measures again before all have read
+  if (worst_ns == 0) return;
+  line_ns_ = worst_ns;
+  is_far_ = line_ns_ > kFarNs;
+}
+
+std::uint32_t Group::ping_pong(int peer, const char* verb) {
   std::int64_t best_ns = INT64_MAX;  // of a few tries: the slow ones were interrupted
+  const auto await = [&](std::uint64_t count) {
+    for (int i = 0; i < kPatience; ++i)
+      if (load_acquire(ping(peer).count) >= count) return;
+    waiter_->until(ping(peer).count, count, peer, deadline_, verb);
+  };
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    const std::uint64_t base = pings(rank_) + 1;  // both counters of a pair stand alike
+    const std::uint64_t base = ping(rank_).count + 1;  // both of a pair have counted alike
     const std::int64_t start = monotonic_ns();
     for (std::uint64_t i = base; i < base + kPings; ++i) {
-      if (rank_ & 1) waiter_->until(pings(peer), i, peer, deadline_, verb);
-      store_release(pings(rank_), i);
+      if (rank_ > peer) await(i);
+      store_release(ping(rank_).count, i);
       waiter_->published();
-      if (!(rank_ & 1)) waiter_->until(pings(peer), i, peer, deadline_, verb);
+      if (rank_ < peer) await(i);
     }
     best_ns = std::min(best_ns, monotonic_ns() - start);
   }
-  line_ns_ = static_cast<double>(best_ns) / (2 * kPings);
-  is_far_ = line_ns_ > kFarNs;
+  const std::int64_t line_ns = std::max<std::int64_t>(1, best_ns / (2 * kPings));
+  return line_ns < kInterruptedNs ? static_cast<std::uint32_t>(line_ns) : 0;
 }
 
 }  // namespace pycomm::shm

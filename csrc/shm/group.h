@@ -68,6 +68,7 @@ class Group {
     std::int64_t timeout_ns;
     bool is_oversubscribed;         // more ranks on the host than cores
     std::shared_ptr<Heaps> heaps;
+    void (*about_to_block)();       // see wait.h
     void (*check_interrupt)();
   };
 
@@ -104,7 +105,7 @@ class Group {
   // Leaves the group. The memory goes back when the last member has left. Never blocks.
   void close();
 
-  // One-way latency of a cache line between this rank and its neighbour as measured last, in ns; 0 before.
+  // One-way latency of a cache line between two ranks' cores, the worst pair measured last, in ns; 0 before.
   double line_ns() const { return line_ns_; }
 
  private:
@@ -137,13 +138,13 @@ class Group {
   }
   std::uint64_t& published(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.published)[rank].value; }
   std::uint64_t& reduced(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.reduced)[rank].value; }
-  std::uint64_t& pings(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.pings)[rank].value; }
+  Ping& ping(int rank) const { return reinterpret_cast<Ping*>(area_ + at_.pings)[rank]; }
   Places places(int rank) const;
   int count_shared() const;
 
   void publish(const Call& call);                       // this rank's header; its payload is written already
   void publish(const Call& call, const Places& places); // the same, for a large message
-  void meet(const Call& call);                          // everybody's header, compared with this rank's
+  void meet(const Call& call, std::size_t payload_bytes = 0);  // everybody's header, compared with this rank's
   [[noreturn]] void report_mismatch(const Call& call);
   [[noreturn]] void report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected);
   void load_factors(const Call& call);                  // everybody's factor of a PREMUL_SUM
@@ -171,6 +172,7 @@ class Group {
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);
+  std::uint32_t ping_pong(int peer, const char* verb);
 
   Setup setup_;
   int rank_, ranks_;
@@ -191,7 +193,7 @@ class Group {
   } heap_buffers_;
   bool has_ring_ = false;
   bool is_closed_ = false;
-  bool is_far_ = false;  // a cache line takes long to this rank's neighbour
+  bool is_far_ = false;  // a cache line takes long between the cores
   double line_ns_ = 0;
   std::size_t traffic_bytes_ = 0;    // since that was measured
   std::atomic<bool> is_busy_{false};

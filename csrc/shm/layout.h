@@ -42,6 +42,13 @@ struct alignas(2 * kLine) Counter {
   std::uint64_t value;
 };
 
+// One rank's part in measuring how far apart the cores are; see Group::measure_line.
+struct alignas(2 * kLine) Ping {
+  std::uint64_t count;
+  std::uint32_t cpu;
+  std::uint32_t line_ns;   // what this rank measured; 0 if it did not
+};
+
 // What the first member of a new group leaves for the others in the area of the old one.
 struct alignas(2 * kLine) Made {
   std::uint64_t key;       // which new group, counted from 1
@@ -81,7 +88,8 @@ struct AreaLayout {
   static AreaLayout of(int ranks) {
     AreaLayout at{};
     at.ranks = ranks;
-    at.slot_bytes = 4 * 1024;
+    // For more ranks a second exchange costs more than reading the whole message of each other rank.
+    at.slot_bytes = ranks <= 2 ? 2 * 1024 : 4 * 1024;
     // A ring that is larger than a core's L2 and, all rings together, smaller than L3; see [Note: the ring].
     at.ring_bytes = ranks <= 2 ? 4u << 20 : ranks <= 4 ? 2u << 20 : ranks <= 8 ? 1u << 20 : 256u << 10;
     at.window_bytes = at.ring_bytes / 8;
@@ -95,7 +103,7 @@ struct AreaLayout {
     };
     at.published = take(n * sizeof(Counter), kLine);
     at.reduced = take(n * sizeof(Counter), kLine);
-    at.pings = take(n * sizeof(Counter), kLine);
+    at.pings = take(n * sizeof(Ping), kLine);
     at.made = take(n * sizeof(Made), kLine);
     at.sleepers = take(n * sizeof(Sleeper), kLine);
     at.mail_control = take(sizeof(Control), kLine);

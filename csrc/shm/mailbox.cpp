@@ -80,7 +80,9 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   (message->is_send ? sends_ : receives_).push_back(message);
   if (!message->is_send && take_aside(*message)) return message;
   progress();
-  if (!message->is_done && !helper_.joinable()) helper_ = std::thread([this] { help(); });
+  if (message->is_done) return message;
+  if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
+  changed_.notify_all();
   return message;
 }
 
@@ -249,6 +251,10 @@ bool Mailbox::pull(int from) {
       receives_.remove(inbound.target);
     } else if (!inbound.is_dropped) {
       inbound.set_aside.push_back({inbound.frame, std::move(inbound.aside)});
+      // Somebody may have asked for it while it came.
+      const auto asked = receives_;
+      for (const auto& message : asked)
+        if (take_aside(*message)) break;
     }
     inbound.is_open = false;
     inbound.target = nullptr;

@@ -18,7 +18,7 @@ namespace {
 constexpr std::int64_t kYieldNs = 50'000;         // how long to yield before sleeping
 constexpr std::int64_t kNapNs = 8'000'000;        // how long to sleep before looking around
 constexpr int kSpinsAlone = 1000;                 // about 20 us where every rank has a core
-constexpr int kSpinsShared = 40;                  // where the awaited rank may need this very core
+constexpr int kSpinsShared = 5;                   // where the awaited rank may need this very core
 
 bool has_membarrier() {
   static const bool has = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0;
@@ -44,6 +44,7 @@ Waiter::Waiter(Setup setup)
 void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline,
                         const char* doing) {
   const auto is_ready = [&] { return load_acquire(word) >= target; };
+  setup_.about_to_block();
   const std::int64_t start = monotonic_ns();
   if (deadline.at_ns == 0) deadline.at_ns = start + deadline.timeout_ns;
   do {

@@ -34,6 +34,15 @@ inline void pause() {
 #endif
 }
 
+// Asks for a cache line that this core will soon write.
+inline void prefetch_for_write(const void* line) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(line)));  // what __builtin_prefetch emits only with -mprfchw
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
+
 std::int64_t monotonic_ns();
 bool is_dead(int pidfd);  // whether the process has ended; false for -1
 
@@ -55,6 +64,7 @@ class Waiter {
     std::vector<int> pidfds;      // one a rank; -1 where there is none (this rank itself)
     std::vector<int> pids;
     bool is_oversubscribed;       // more ranks on this host than cores
+    void (*about_to_block)();     // called before a wait that may take long, as often as that happens
     void (*check_interrupt)();    // throws if the thread has to leave (a Python signal handler raised)
   };
 
@@ -62,8 +72,11 @@ class Waiter {
 
   // Returns once `word` >= `target`, where rank `peer` (or anyone, if -1) writes it. Throws PeerLost, Timeout or what
   // check_interrupt throws.
-  void until(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing) {
+  // The cache lines of `payload` come with it: asked for while waiting, they arrive together with the word, and not after.
+  void until(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing,
+             const unsigned char* payload = nullptr, int payload_lines = 0) {
     for (int i = 0; i < spins_; ++i) {
+      for (int line = 0; line < payload_lines; ++line) __builtin_prefetch(payload + line * kLine);
       if (load_acquire(word) >= target) return;
       pause();
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..errors import ConfigError
+from ..ops.reduce import reduce_
 from ..types import ReduceOp
 from . import ALGORITHMS
 from .plan import Chunk, Plan, Recv, Reduce, Space
@@ -23,8 +23,7 @@ __all__ = ["COLLECTIVE_TAG", "Collective", "choose_algorithm", "execute"]
 COLLECTIVE_TAG = 32767
 
 
-@dataclass(frozen=True, kw_only=True)
-class Collective:
+class Collective(NamedTuple):
     """The arguments of one collective on one rank, all tensors flat: what the transports and the plans work on.
 
     ``input`` or ``output`` is None where this rank has none. For all_reduce, and for reduce on its root, the two may be
@@ -117,8 +116,6 @@ def _run(
 
 
 def _reduce(buffers: _Buffers, action: Reduce, op: ReduceOp | None, factors: Sequence[float] | None) -> None:
-    from ..ops.reduce import reduce_  # needs the native library, which a plan without a reduction does not
-
     assert op is not None, "a collective that reduces has an operator"
     output = buffers.view(action.output)
     if output.numel():

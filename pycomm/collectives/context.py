@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from ..config import seconds
 from ..errors import ConfigError
 from ..types import PremulSum, ReduceOp
-from .group import Group, not_now
+from .group import Group
+from .hooks import not_now
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,10 +84,9 @@ state = _State()
 
 def default_group() -> Group | None:
     """Returns the group that ``init`` made for this thread or process, or None."""
-    group = getattr(state.by_thread, "world", None)
-    if group is None and isinstance(state.world, Group):
-        group = state.world
-    return group
+    if isinstance(state.world, Group):
+        return state.world
+    return getattr(state.by_thread, "world", None)
 
 
 def resolve(group: Any) -> Group:

@@ -20,36 +20,13 @@ from ..config import seconds
 from ..errors import ConfigError, PycommError, TransportError
 from ..transport.base import Transport
 from ..types import ReduceOp
-from .tensors import dtype_name
+from .hooks import CollectiveRecord, Hook, make_record, not_now, observed
 from .work import Work
 
-__all__ = ["Call", "CollectiveRecord", "Group", "Hook", "not_now"]
+__all__ = ["Call", "CollectiveRecord", "Group"]
 
 _log = logging.getLogger("pycomm")
 _CLOSE_TIMEOUT_S = 10.0
-
-
-class CollectiveRecord(NamedTuple):
-    """What a hook learns of one finished collective.
-
-    ``numel`` and ``nbytes`` count the collective's whole buffer on one rank (nccl-tests' "size"). ``seq`` counts the
-    calls of the group that did not take a transport's short cut, from 1. Times are of ``time.perf_counter_ns``.
-    """
-
-    verb: str
-    group_name: str
-    transport: str
-    algorithm: str
-    dtype: str
-    op: str | None
-    numel: int
-    nbytes: int
-    seq: int
-    start_ns: int
-    end_ns: int
-
-
-Hook = Callable[[CollectiveRecord], None]
 
 
 class Call(NamedTuple):
@@ -66,11 +43,6 @@ class Call(NamedTuple):
     result: Any = None
 
 
-def not_now(*_arguments: object) -> bool:
-    """The short cut that is never taken: what stands in a group's ``fast_*`` while it has none, or may not use it."""
-    return False
-
-
 class Group:
     """Ranks that communicate. Made by ``pycomm.init``, ``new_group`` and ``split``; one thread at a time uses it.
 
@@ -78,7 +50,7 @@ class Group:
     thread, and a later call waits for it first. As a context manager it closes itself at the end.
 
     The ``fast_*`` attributes are the transport's short cuts, taken by the verbs directly; they are ``not_now`` while
-    calls are outstanding, hooks are attached, all_reduces are being coalesced, or the group is closed.
+    asynchronous calls are outstanding, all_reduces are being coalesced, or the group is closed.
     """
 
     __slots__ = (
@@ -217,26 +189,6 @@ class Group:
         self._last_async = None
         self._refresh_fast()
 
-    def try_fast(self, verb: str, op: ReduceOp | None, *arguments: Any) -> bool:
-        """Takes the transport's short cut for ``verb`` if it may, also with hooks attached; says whether it is done.
-
-        ``arguments`` are those of ``transport.fast[verb]``; the largest tensor among them is what hooks are told of.
-        """
-        fast = self.transport.fast.get(verb)
-        if fast is None or self._last_async is not None or self._pending is not None or self._is_closed:
-            return False
-        start_ns = time.perf_counter_ns()
-        if not fast(*arguments):
-            return False
-        if self._hooks:
-            end_ns = time.perf_counter_ns()
-            self._seq += 1
-            tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-            largest = max(tensors, key=torch.numel, default=None)
-            dtype, numel, nbytes = ("uint8", 0, 0) if largest is None else _measure(largest)
-            self._tell(verb, "native", dtype, op, numel, nbytes, self._seq, start_ns, end_ns)
-        return True
-
     def check_open(self) -> None:
         """Raises TransportError if this group has been closed."""
         if self._is_closed:
@@ -258,13 +210,29 @@ class Group:
                     finish()
         if self._hooks:
             end_ns = time.perf_counter_ns()
-            numel = sum(_whole_numel(each, self.world_size) for each in call.collectives)
             first = call.collectives[0]
-            dtype, op = first.dtype, first.op
-            algorithm = algorithms[0]
-            self._tell(
-                call.verb, algorithm, dtype_name(dtype), op, numel, numel * dtype.itemsize, seq, start_ns, end_ns
-            )
+            numel = sum(_whole_numel(each, self.world_size) for each in call.collectives)
+            self._tell(call.verb, algorithms[0], first.dtype, first.op, numel, seq, start_ns, end_ns)
+
+    def _tell(
+        self,
+        verb: str,
+        algorithm: str,
+        dtype: torch.dtype,
+        op: ReduceOp | None,
+        numel: int,
+        seq: int | None,
+        start_ns: int,
+        end_ns: int,
+    ) -> None:
+        """Tells the hooks of one finished collective; ``seq`` None numbers it, as short cuts are not otherwise."""
+        if seq is None:
+            self._seq += 1
+            seq = self._seq
+        names = self.name, self.transport.name
+        record = make_record(verb, names, algorithm, dtype, op, numel, seq, start_ns, end_ns)
+        for hook in self._hooks:
+            hook(record)
 
     def _submit(self, job: Callable[[], None], work: Work) -> None:
         if self._jobs is None:
@@ -279,8 +247,10 @@ class Group:
 
     def _refresh_fast(self) -> None:
         """Sets the ``fast_*`` attributes to the transport's short cuts if they may be taken now."""
-        is_free = not self._hooks and self._last_async is None and self._pending is None and not self._is_closed
+        is_free = self._last_async is None and self._pending is None and not self._is_closed
         fast: Mapping[str, Callable[..., bool]] = self.transport.fast if is_free else {}
+        if self._hooks:
+            fast = {verb: observed(verb, each, self._tell) for verb, each in fast.items()}
         self.fast_all_reduce = fast.get("all_reduce", not_now)
         self.fast_broadcast = fast.get("broadcast", not_now)
         self.fast_all_gather_single = fast.get("all_gather_single", not_now)
@@ -302,34 +272,6 @@ class Group:
         hooks.remove(hook)
         self._hooks = tuple(hooks)
         self._refresh_fast()
-
-    def _tell(
-        self,
-        verb: str,
-        algorithm: str,
-        dtype: str,
-        op: ReduceOp | None,
-        numel: int,
-        nbytes: int,
-        seq: int,
-        start_ns: int,
-        end_ns: int,
-    ) -> None:
-        record = CollectiveRecord(
-            verb,
-            self.name,
-            self.transport.name,
-            algorithm,
-            dtype,
-            None if op is None else op.name,
-            numel,
-            nbytes,
-            seq,
-            start_ns,
-            end_ns,
-        )
-        for hook in self._hooks:
-            hook(record)
 
     # -- coalescing, see coalescing.py
     # ----------------------------------------------------------------------------------
@@ -424,10 +366,6 @@ def _work_off(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # its tensors are not kept until the next one comes
-
-
-def _measure(tensor: torch.Tensor) -> tuple[str, int, int]:
-    return dtype_name(tensor.dtype), tensor.numel(), tensor.nbytes
 
 
 def _whole_numel(collective: Collective, world_size: int) -> int:

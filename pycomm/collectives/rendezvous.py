@@ -106,10 +106,10 @@ def _by_url(launch: LaunchInfo, timeout_s: float, url: str) -> Store:
     timeout = timedelta(seconds=min(timeout_s, _LONGEST_S))
     try:
         store: Store = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))[0]
-    except ValueError as error:
-        raise ConfigError(f"init_method {url!r}: {error}; expected tcp://HOST:PORT or file:///PATH") from error
-    except (RuntimeError, OSError) as error:  # torch's DistNetworkError and DistStoreError among them
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         _raise_unreachable(launch, url, timeout_s, error)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"init_method {url!r}: {error}; expected tcp://HOST:PORT or file:///PATH") from error
     return store
 
 

@@ -49,7 +49,7 @@ def as_tensor(value: Any, name: str, *, writes: bool) -> torch.Tensor:
         raise ConfigError(
             f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its .to_dense(), or its values"
         )
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise ConfigError(f"{name}: expected a tensor with data, got one on the meta device; materialize it first")
     if tensor.is_quantized or dtype_of_name(dtype_name(tensor.dtype)) is None:
         known = ", ".join(dtype.name for dtype in DTYPES)
@@ -77,10 +77,11 @@ def flatten(tensor: torch.Tensor, *, reads: bool, writes: bool, devices: Collect
     Without a copy where the memory is already so; else ``reads`` says that the contents are needed, and ``writes`` that
     a result has to come back. Other devices than a transport's are staged through host memory, with one warning.
     """
-    if tensor.device.type not in devices:
+    if not (tensor.is_cpu and "cpu" in devices) and tensor.device.type not in devices:
         return _staged(tensor, reads, writes)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return Flat(tensor.view(-1))
+        # Not view(-1): one element may be contiguous with any stride, and would keep it.
+        return Flat(tensor.as_strided((tensor.numel(),), (1,)))
     # Torch reads and writes through strides and conjugate or negation bits; a transport sees the copy.
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     return _connected(tensor, flat, reads, writes)
@@ -89,10 +90,10 @@ def flatten(tensor: torch.Tensor, *, reads: bool, writes: bool, devices: Collect
 def joined(tensors: Sequence[torch.Tensor], *, reads: bool, writes: bool, devices: Collection[str]) -> Flat:
     """Returns the tensors of a list as one flat tensor, in order; their own memory if they lie one after the other."""
     first = tensors[0]
-    plain = (
+    is_plain = (
         all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in tensors) and first.device.type in devices
     )
-    if plain and _are_consecutive(tensors):
+    if is_plain and _are_consecutive(tensors):
         numel = sum(tensor.numel() for tensor in tensors)
         return Flat(first.as_strided((numel,), (1,)))
     parts = [flatten(tensor, reads=reads, writes=writes, devices=devices) for tensor in tensors]
@@ -225,14 +226,12 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _are_consecutive(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors are parts of one allocation, each starting where the one before it ends."""
     storage = tensors[0].untyped_storage().data_ptr()
-    stop = tensors[0].data_ptr()
+    stop = tensors[0].storage_offset()
     for tensor in tensors:
-        if (
-            tensor.untyped_storage().data_ptr() != storage
-            or tensor.data_ptr() != stop
-            or tensor.dtype != tensors[0].dtype
-        ):
+        is_next = tensor.untyped_storage().data_ptr() == storage and tensor.storage_offset() == stop
+        if tensor.numel() and not (is_next and tensor.dtype == tensors[0].dtype):
             return False
-        stop += tensor.nbytes
+        stop += tensor.numel()
     return True

@@ -19,10 +19,12 @@ import torch
 
 from ..algorithms.executor import Collective
 from ..errors import ConfigError
-from ..types import ReduceOp, dtype_of_name
+from ..ops.reduce import reduce_supported
+from ..types import ReduceOp
 from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve, root_rank, state
-from .group import Call, Group, not_now
-from .tensors import Flat, as_tensor, check_in_place, dtype_name, flatten
+from .group import Call, Group
+from .hooks import not_now
+from .tensors import Flat, as_tensor, check_in_place, flatten
 from .work import Work
 
 __all__ = [
@@ -37,10 +39,6 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 ]
-
-_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-_ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
-_SCALED = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 
 
 def all_reduce(
@@ -79,7 +77,7 @@ def broadcast(
     g, parsed = resolve(group), parse_options(**options)
     with g.located("broadcast"):
         root = root_rank(g, src, group_src, "src")
-        if _is_plain(async_op, parsed) and g.try_fast("broadcast", None, tensor, root):
+        if _is_plain(async_op, parsed) and g.fast_broadcast(tensor, root):
             return None
         is_root = g.rank == root
         t = as_tensor(tensor, "tensor", writes=not is_root)
@@ -127,7 +125,7 @@ def all_gather_single(
             return None
     g, parsed = resolve(group), parse_options(**options)
     with g.located("all_gather_single"):
-        if _is_plain(async_op, parsed) and g.try_fast("all_gather_single", None, output_tensor, input_tensor):
+        if _is_plain(async_op, parsed) and g.fast_all_gather_single(output_tensor, input_tensor):
             return None
         output, input_ = _pair(g, output_tensor, input_tensor, whole="output_tensor", part="input_tensor")
         out = flatten(output, reads=False, writes=True, devices=g.transport.devices)
@@ -158,9 +156,7 @@ def reduce_scatter_single(
     g, parsed = resolve(group), parse_options(**options)
     with g.located("reduce_scatter_single"):
         reduce_op, factor = parse_op(op)
-        if _is_plain(async_op, parsed, reduce_op) and g.try_fast(
-            "reduce_scatter_single", reduce_op, output, input, reduce_op
-        ):
+        if _is_plain(async_op, parsed, reduce_op) and g.fast_reduce_scatter_single(output, input, reduce_op):
             return None
         part, whole = _pair(g, output, input, whole="input", part="output")
         check_op(whole.dtype, reduce_op)
@@ -222,7 +218,7 @@ def barrier(
         if fast():
             return None
     g, parsed = resolve(group), parse_options(**options)
-    if _is_plain(async_op, parsed) and g.try_fast("barrier", None):
+    if _is_plain(async_op, parsed) and g.fast_barrier():
         return None
     return g.run(Call("barrier", [Collective(verb="barrier")], (), *parsed), async_op)
 
@@ -235,7 +231,7 @@ reduce_scatter_tensor = reduce_scatter_single
 def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Options) -> Work | None:
     with g.located("all_reduce"):
         reduce_op, factor = parse_op(op)
-        if _is_plain(async_op, options, reduce_op) and g.try_fast("all_reduce", reduce_op, tensor, reduce_op):
+        if _is_plain(async_op, options, reduce_op) and g.fast_all_reduce(tensor, reduce_op):
             return None
         t = as_tensor(tensor, "tensor", writes=True)
         check_op(t.dtype, reduce_op)
@@ -264,15 +260,7 @@ def run_all_reduce(
 
 def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
     """Raises ConfigError if ``op`` is not defined on ``dtype``."""
-    described = dtype_of_name(dtype_name(dtype))
-    assert described is not None, "as_tensor lets no other dtype pass"
-    family = described.family
-    is_wrong = (
-        (op in _BITWISE and family not in ("int", "uint", "bool"))
-        or (op in _ORDERED and family == "complex")
-        or (op in _SCALED and family == "bool")
-    )
-    if is_wrong:
+    if not reduce_supported(dtype, op):
         raise ConfigError(f"op {op.name} is not defined on {dtype}; cast the tensor, or choose another op")
 
 

@@ -12,6 +12,7 @@ __all__ = ["CXX_FLAGS", "csrc_dir", "sources"]
 
 CXX_FLAGS = (
     "-O3",
+    "-g0",  # Python's own flags ask for debug information
     "-ffp-contract=off",
     "-fvisibility=hidden",
     "-Wall",  # no -Wextra -Werror as in the core: torch's headers would not pass

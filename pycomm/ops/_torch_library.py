@@ -29,14 +29,15 @@ def load_torch_library() -> None:
     built = sorted(_PACKAGE.glob("_torch_ops*.so"))
     try:
         if built:
-            torch.ops.load_library(str(built[0]))
+            torch.ops.load_library(str(built[0]))  # type: ignore[no-untyped-call, unused-ignore]
         else:
             _build()
     except Exception as error:
         action = f"load {built[0]}" if built else "build pycomm's torch operators on first use"
         raise NativeUnavailableError(
-            f"cannot {action}: {type(error).__name__}: {error}. It needs torch 2.11 or later, and to build a C++ compiler "
-            "and ninja (`pip install ninja`). To build ahead: `pip install -e . --no-build-isolation` in a checkout."
+            f"cannot {action}: {type(error).__name__}: {error}. It needs torch 2.11 or later and, to build, a C++ "
+            "compiler and ninja (`pip install ninja`). To build ahead: `pip install -e . --no-build-isolation` in a "
+            "checkout."
         ) from error
 
 

@@ -1,15 +1,15 @@
 """reduce: n tensors -> one, combined in order, so that every rank that reduces the same inputs gets the same bits.
 
 - ``reduce_``: the native kernels, into memory that is there.
-- ``torch_ops().reduce``: ``pycomm::reduce(Tensor[] inputs, int op, float[] factors) -> Tensor``, which torch.compile sees.
+- ``torch_ops().reduce``: ``pycomm::reduce(Tensor[] inputs, int op, float[] factors) -> Tensor``; torch.compile sees it.
 - ``reduce_reference``: the same in plain torch; the tests hold the other two to it bit for bit.
 
 [Note: what a reduction computes]
-Inputs combine in their order. float16, bfloat16 and float8 accumulate in float32 and round once, at the end. AVG divides
-the sum by the number of inputs; PREMUL_SUM multiplies each input by its factor, and rounds, before adding. Integers wrap. MIN
-and MAX keep the earlier of two equals and give NaN where any input is NaN. Every NaN in an output is the quiet, positive one of
-its type, whatever NaNs went in; an overflow of float8_e4m3fn, which has no infinity, keeps its sign.
-bool: SUM, MAX and BOR are "or"; PRODUCT, MIN and BAND are "and".
+Inputs combine in their order. float16, bfloat16 and float8 accumulate in float32 and round once, at the end. AVG
+divides the sum by the number of inputs; PREMUL_SUM multiplies each input by its factor, and rounds, before adding.
+Integers wrap. MIN and MAX keep the earlier of two equals and give NaN where any input is NaN. Every NaN in an output is
+the quiet, positive one of its type, whatever NaNs went in. Where float8_e4m3fn overflows (it has no infinity) it
+saturates at 448, as torch 2.13 casts. bool: SUM, MAX and BOR are "or"; PRODUCT, MIN and BAND are "and".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SUPPORTED = {
 
 
 def reduce_supported(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Says whether ``op`` is defined on ``dtype``: bitwise ones on integers and bool; AVG and PREMUL_SUM not on those."""
+    """Says whether ``op`` is defined on ``dtype``: bitwise ones on integers and bool, AVG and PREMUL_SUM on floats."""
     known = _dtype(dtype)
     return known is not None and op in _SUPPORTED[known.family]
 
@@ -71,8 +71,8 @@ def _check(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -
     for index, tensor in enumerate(inputs):
         if tensor.dtype != output.dtype or tensor.numel() != output.numel() or tensor.device != output.device:
             raise ConfigError(
-                f"reduce: input {index} does not fit the output: expected {output.numel()} elements of {output.dtype} on "
-                f"{output.device}, got {tensor.numel()} of {tensor.dtype} on {tensor.device}; convert it first"
+                f"reduce: input {index} does not fit the output: expected {output.numel()} elements of {output.dtype} "
+                f"on {output.device}, got {tensor.numel()} of {tensor.dtype} on {tensor.device}; convert it first"
             )
     for tensor in (output, *inputs):
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided:
@@ -82,11 +82,15 @@ def _check(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -
             )
     dtype = _dtype(output.dtype)
     if dtype is None or op not in _SUPPORTED[dtype.family]:
-        raise ConfigError(f"reduce: {ReduceOp(op).name} is not defined on {output.dtype}; choose another operator or dtype")
+        raise ConfigError(
+            f"reduce: {ReduceOp(op).name} is not defined on {output.dtype}; choose another operator or dtype"
+        )
     return dtype
 
 
-def _reduce_cuda(output: torch.Tensor, addresses: list[int], dtype: DType, op: ReduceOp, factors: list[float] | None) -> None:
+def _reduce_cuda(
+    output: torch.Tensor, addresses: list[int], dtype: DType, op: ReduceOp, factors: list[float] | None
+) -> None:
     """Queues the reduction on the current stream of the output's device."""
     if output.device.type != "cuda" or native().cuda_archs is None:
         raise NativeUnavailableError(
@@ -154,7 +158,9 @@ def reduce_reference(
     total = _fold(wide, ReduceOp.SUM if op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else op)
     if op is ReduceOp.AVG:
         total = total / torch.tensor(len(inputs), dtype=total.dtype)
-    return _with_one_nan(_with_one_nan(total).to(dtype), total.isnan())
+    if dtype == torch.float8_e4m3fn:
+        total = total.clamp(-448.0, 448.0)  # leaves NaN
+    return _with_one_nan(total.to(dtype), total.isnan())
 
 
 _BOOL_AS = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
@@ -181,7 +187,7 @@ def _fold(inputs: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def _reduce_integers(inputs: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """As signed integers, on which torch has every operator: the bits are the same, but for the order of unsigned ones."""
+    """As signed integers, on which torch has every operator; unsigned ones get their order by flipping the top bit."""
     dtype = inputs[0].dtype
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     flip = torch.iinfo(signed).min if op in (ReduceOp.MIN, ReduceOp.MAX) and not dtype.is_signed else 0

@@ -144,7 +144,7 @@ class MpiTransport(Transport):
                 self.reduce(output, part, op, factor, root, timeout_s)
             return
         input = _apart(input, output)
-        arguments = self._typed(input), self._typed(output), self._op(op)
+        arguments = self._typed(input, self.world_size), self._typed(output), self._op(op)
         self._run("reduce_scatter_single", timeout_s, "Ireduce_scatter_block", arguments, input, output)
         self._divide(output, op)
 
@@ -225,11 +225,12 @@ class MpiTransport(Transport):
         return self.communicator
 
     def as_bytes(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
-        """Returns the memory of ``flat`` as mpi4py takes it: address, count, type. A count is of all ``parts``."""
+        """Returns the memory of ``flat`` as mpi4py takes it: address, count, type; MPI counts one of the ``parts``."""
         _complete(flat)
-        if flat.nbytes // parts <= LARGEST_COUNT:
-            return [address(flat), flat.nbytes, self.mpi.BYTE]
-        return [address(flat), parts, self._block_type(flat.nbytes // parts)]
+        part_bytes = flat.nbytes // parts
+        if part_bytes <= LARGEST_COUNT:
+            return [address(flat), part_bytes, self.mpi.BYTE]
+        return [address(flat), 1, self._block_type(part_bytes)]
 
     def progress(self) -> None:
         """Receives the messages that have come and are asked for."""
@@ -282,9 +283,9 @@ class MpiTransport(Transport):
             raise self.error_of(error, doing) from error
         self.wait_until(lambda: self.poll(request, doing), timeout_s, doing, request, alive)
 
-    def _typed(self, flat: torch.Tensor) -> list[Any]:
+    def _typed(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
         _complete(flat)
-        return [address(flat), flat.numel(), getattr(self.mpi, _TYPE_NAMES[flat.dtype])]
+        return [address(flat), flat.numel() // parts, getattr(self.mpi, _TYPE_NAMES[flat.dtype])]
 
     def _op(self, op: ReduceOp) -> Any:
         return getattr(self.mpi, _OP_NAMES[op])

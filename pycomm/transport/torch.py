@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchTransport", "as_bytes", "connect", "timeout_of", "wrap"]
 
-dist: Any = torch.distributed  # its stubs lack half of the names below
+dist: Any = torch.distributed  # its stubs lack some of the names below
+c10d: Any = torch._C._distributed_c10d  # all of the option classes; torch.distributed has most of them
 
 _MOVES = frozenset({"broadcast", "all_gather_single", "all_to_all_single", "gather", "scatter", "barrier"})
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter_single"})
@@ -126,7 +127,7 @@ class TorchTransport(Transport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
         output.copy_(input)  # nothing happens if they are the same
-        options = _options(dist.AllreduceOptions(), reduceOp=_torch_op(op))
+        options = _options(c10d.AllreduceOptions(), reduceOp=_torch_op(op))
         self._run("all_reduce", timeout_s, [_as_real(output)], options)
         self._divide(output, op)
 
@@ -135,7 +136,7 @@ class TorchTransport(Transport):
     ) -> None:
         # torch works in place on every rank; away from the root that may not show.
         flat = output.copy_(input) if self.rank == root else input.clone()
-        options = _options(dist.ReduceOptions(), reduceOp=_torch_op(op), rootRank=root)
+        options = _options(c10d.ReduceOptions(), reduceOp=_torch_op(op), rootRank=root)
         self._run("reduce", timeout_s, [_as_real(flat)], options)
         if self.rank == root:
             self._divide(output, op)
@@ -143,7 +144,7 @@ class TorchTransport(Transport):
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
-        options = _options(dist.ReduceScatterOptions(), reduceOp=_torch_op(op))
+        options = _options(c10d.ReduceScatterOptions(), reduceOp=_torch_op(op))
         self._run("reduce_scatter_single", timeout_s, _as_real(output), _as_real(input), options)
         self._divide(output, op)
 
@@ -154,11 +155,11 @@ class TorchTransport(Transport):
     # -- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
-        options = _options(dist.BroadcastOptions(), rootRank=root, rootTensor=0)
+        options = _options(c10d.BroadcastOptions(), rootRank=root, rootTensor=0)
         self._run("broadcast", timeout_s, [as_bytes(flat)], options)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
-        self._run("all_gather_single", timeout_s, as_bytes(output), as_bytes(input), dist.AllgatherOptions())
+        self._run("all_gather_single", timeout_s, as_bytes(output), as_bytes(input), c10d.AllgatherOptions())
 
     def all_to_all_single(
         self,
@@ -170,18 +171,18 @@ class TorchTransport(Transport):
     ) -> None:
         width = input.itemsize
         splits = [width * split for split in output_splits], [width * split for split in input_splits]
-        self._run("all_to_all_single", timeout_s, as_bytes(output), as_bytes(input), *splits, dist.AllToAllOptions())
+        self._run("all_to_all_single", timeout_s, as_bytes(output), as_bytes(input), *splits, c10d.AllToAllOptions())
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
         outputs = [] if output is None else [_parts(output, self.world_size)]
-        self._run("gather", timeout_s, outputs, [as_bytes(input)], _options(dist.GatherOptions(), rootRank=root))
+        self._run("gather", timeout_s, outputs, [as_bytes(input)], _options(c10d.GatherOptions(), rootRank=root))
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
         inputs = [] if input is None else [_parts(input, self.world_size)]
-        self._run("scatter", timeout_s, [as_bytes(output)], inputs, _options(dist.ScatterOptions(), rootRank=root))
+        self._run("scatter", timeout_s, [as_bytes(output)], inputs, _options(c10d.ScatterOptions(), rootRank=root))
 
     def barrier(self, timeout_s: float | None) -> None:
-        self._run("barrier", timeout_s, dist.BarrierOptions())
+        self._run("barrier", timeout_s, c10d.BarrierOptions())
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 

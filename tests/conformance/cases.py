@@ -24,13 +24,11 @@ def family(dtype: torch.dtype) -> str:
 
 def ops_of(dtype: torch.dtype) -> list[ReduceOp]:
     """The operators that are defined on ``dtype``."""
-    kind = family(dtype)
-    if kind == "bool":
-        return [op for op in ReduceOp if op not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)]
-    if kind == "complex":
+    if family(dtype) == "complex":
         return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG, ReduceOp.PREMUL_SUM]
-    bitwise = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-    return [op for op in ReduceOp if kind in ("int", "uint") or op not in bitwise]
+    is_whole = family(dtype) in ("int", "uint", "bool")
+    undefined = (ReduceOp.AVG, ReduceOp.PREMUL_SUM) if is_whole else (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+    return [op for op in ReduceOp if op not in undefined]
 
 
 def argument_of(op: ReduceOp, rank: int) -> Any:
@@ -76,8 +74,7 @@ def reduced(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     elif op is ReduceOp.SUM:
         result = stacked.sum(0)
     elif op is ReduceOp.AVG:
-        result = stacked.sum(0)
-        result = result / len(inputs) if wide != torch.int64 else result // len(inputs)
+        result = stacked.sum(0) / len(inputs)
     elif op is ReduceOp.PRODUCT:
         result = stacked.prod(0)
     elif op is ReduceOp.MIN:

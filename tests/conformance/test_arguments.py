@@ -1,4 +1,4 @@
-"""What users pass, on every transport: arrays of other libraries, odd views, NaN, and mistakes, which raise before a byte moves."""
+"""What users pass, on every transport: arrays of other libraries, odd views, NaN; and mistakes, before a byte moves."""
 
 from __future__ import annotations
 
@@ -143,6 +143,7 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("BAND is not defined", lambda: pycomm.all_reduce(t, ReduceOp.BAND)),
         ("MAX is not defined", lambda: pycomm.all_reduce(t.to(torch.complex64), ReduceOp.MAX)),
         ("AVG is not defined", lambda: pycomm.all_reduce(t.bool(), ReduceOp.AVG)),
+        ("AVG is not defined", lambda: pycomm.all_reduce_mean(t.int())),
         ("unknown algorithm 'ringg'; known: auto, native, direct", lambda: pycomm.all_reduce(t, algorithm="ringg")),
         ("unknown compression 'int8'; known: none", lambda: pycomm.all_reduce(t, compression="int8")),
         ("more than 0 seconds", lambda: pycomm.all_reduce(t, timeout=0)),

@@ -110,7 +110,7 @@ def test_ratios_pair_the_rounds() -> None:
 class FakeJob(Job):
     """Answers as two ranks whose calls take ``call_us``; fails at the command number ``fails_at``."""
 
-    world_size, version = 2, "fake"
+    world_size, version, priority = 2, "fake", ""
 
     def __init__(self, name: str, call_us: float, fails_at: int | None = None, is_supported: bool = True) -> None:
         self.name, self.call_us, self.fails_at, self.is_supported = name, call_us, fails_at, is_supported
@@ -127,7 +127,7 @@ class FakeJob(Job):
         step = round(self.call_us * 1000)
         marks = [step * command["chunk_calls"] * k for k in range(command["num_chunks"] + 1)]
         starts = [step * k for k in range(command["samples"])]
-        return [{"marks": marks, "starts": starts, "ends": [s + step for s in starts], "wrong": 0}] * 2
+        return [{"marks": marks, "starts": starts, "ends": [s + step for s in starts], "wrong": 0, "line_ns": 30.0}] * 2
 
     def close(self) -> None:
         pass
@@ -191,7 +191,7 @@ def test_the_table_has_the_columns_of_nccl_tests() -> None:
     row = next(line for line in text.splitlines() if "1 MiB" in line).replace("│", " ").split()
     assert row[:6] == ["1", "MiB", "262144", "float32", "sum", "100"]
     assert row[6:10] == ["100", "10.49", "15.73", "3"]  # p99, algbw, busbw = algbw * 2 * 3 / 4, wrong
-    assert row[10:] == ["200", "-", "0.50", "impi:default"]
+    assert row[10:] == ["200", "-", "0.500", "impi:default"]
 
 
 def test_the_summary_counts_wins() -> None:

@@ -9,20 +9,21 @@ namespace pycomm {
 // What a value too large for the format becomes.
 enum class Overflow {
   kInfinity,     // IEEE: infinities and NaNs fill the highest exponent
-  kNaN,          // "fn": no infinity; only all-ones is NaN; keeps the sign
-  kUnsignedNaN,  // "fnuz": no infinity, no negative zero; the code of -0 is the only NaN
+  kSaturate,     // "fn": no infinity, only all-ones is NaN; the largest finite number (torch before 2.13 gave NaN)
+  kUnsignedNaN,  // "fnuz": no infinity, no negative zero; NaN, whose only code would be that of -0
 };
 
-// A format of 1 sign bit, `exponent_bits` and `mantissa_bits`, with the code of its quiet NaN (sign bit clear, but for fnuz).
+// A format of 1 sign bit, `exponent_bits` and `mantissa_bits`, with the code of its quiet NaN (sign bit clear, but for
+// fnuz).
 template <int exponent_bits, int mantissa_bits, int bias, Overflow overflow, unsigned nan_code>
 struct Format {
   static constexpr int kExponentBits = exponent_bits, kMantissaBits = mantissa_bits, kBias = bias;
   static constexpr Overflow kOverflow = overflow;
   static constexpr int kNaN = static_cast<int>(nan_code);
   static constexpr int kSignBit = 1 << (exponent_bits + mantissa_bits);
-  static constexpr int kShift = 23 - mantissa_bits;           // float32's mantissa is longer by this
-  static constexpr int kRebias = (127 - bias) << 23;          // float32's exponent is larger by this, in place
-  static constexpr int kMinNormal = (128 - bias) << 23;       // float32 bits of the smallest normal number
+  static constexpr int kShift = 23 - mantissa_bits;      // float32's mantissa is longer by this
+  static constexpr int kRebias = (127 - bias) << 23;     // float32's exponent is larger by this, in place
+  static constexpr int kMinNormal = (128 - bias) << 23;  // float32 bits of the smallest normal number
   static constexpr int kInfinity = ((1 << exponent_bits) - 1) << mantissa_bits;  // if kOverflow is kInfinity
   static constexpr int kQuantumExponent = 1 - bias - mantissa_bits;  // subnormals are multiples of 2 to this power
   using Storage = std::conditional_t<exponent_bits + mantissa_bits == 15, std::uint16_t, std::uint8_t>;
@@ -30,7 +31,7 @@ struct Format {
 
 using Float16Format = Format<5, 10, 15, Overflow::kInfinity, 0x7E00>;
 using E5M2Format = Format<5, 2, 15, Overflow::kInfinity, 0x7F>;
-using E4M3FNFormat = Format<4, 3, 7, Overflow::kNaN, 0x7F>;
+using E4M3FNFormat = Format<4, 3, 7, Overflow::kSaturate, 0x7F>;
 using E5M2FNUZFormat = Format<5, 2, 16, Overflow::kUnsignedNaN, 0x80>;
 using E4M3FNUZFormat = Format<4, 3, 8, Overflow::kUnsignedNaN, 0x80>;
 
@@ -54,7 +55,7 @@ PYCOMM_HD typename W::template Of<float> decode_small(typename W::template Of<st
   constexpr int kNaNBits = 0x7FC00000;
   if constexpr (F::kOverflow == Overflow::kInfinity) {
     bits = select(magnitude >= F::kInfinity, (magnitude << F::kShift) | 0x7F800000, bits);
-  } else if constexpr (F::kOverflow == Overflow::kNaN) {
+  } else if constexpr (F::kOverflow == Overflow::kSaturate) {
     bits = select(magnitude == F::kNaN, W::template splat<std::int32_t>(kNaNBits), bits);
   } else {
     bits = select(code == F::kNaN, W::template splat<std::int32_t>(kNaNBits), bits);
@@ -84,7 +85,7 @@ PYCOMM_HD typename W::template Of<std::int32_t> encode_small(typename W::templat
     const I with_sign = select(code == 0, code, code | sign);
     return select((code >= F::kSignBit) | is_nan, W::template splat<std::int32_t>(F::kNaN), with_sign);
   } else {
-    constexpr int kLargest = F::kOverflow == Overflow::kInfinity ? F::kInfinity : F::kNaN;
+    constexpr int kLargest = F::kOverflow == Overflow::kInfinity ? F::kInfinity : F::kNaN - 1;
     code = select(code > kLargest, W::template splat<std::int32_t>(kLargest), code);
     return select(is_nan, W::template splat<std::int32_t>(F::kNaN), code) | sign;
   }

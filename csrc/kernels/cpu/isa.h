@@ -10,9 +10,9 @@ namespace pycomm {
 struct ReduceJob {
   char* output;  // where the byte `begin` goes
   const char* const* inputs;
-  int num_inputs;
   std::size_t begin, end;
   const double* factors;
+  int num_inputs;  // last: padding before `begin` would let the compiler write it in parts, which the kernel waits for
 };
 
 struct ReduceKernel {

@@ -14,8 +14,12 @@ template <class To, class From>
 PYCOMM_HD To convert_lanes(From from) {
 #if PYCOMM_VECTOR_BYTES == 64
   constexpr bool widens = std::is_same_v<To, typename VectorOf<std::int32_t, 16>::type>;
-  if constexpr (widens && sizeof(From) == 32) return bit_cast<To>(_mm512_maskz_cvtepu16_epi32(0xFFFF, bit_cast<__m256i>(from)));
-  if constexpr (widens && sizeof(From) == 16) return bit_cast<To>(_mm512_maskz_cvtepu8_epi32(0xFFFF, bit_cast<__m128i>(from)));
+  if constexpr (widens && sizeof(From) == 32) {
+    return bit_cast<To>(_mm512_maskz_cvtepu16_epi32(0xFFFF, bit_cast<__m256i>(from)));
+  }
+  if constexpr (widens && sizeof(From) == 16) {
+    return bit_cast<To>(_mm512_maskz_cvtepu8_epi32(0xFFFF, bit_cast<__m128i>(from)));
+  }
   if constexpr (sizeof(To) == 32) return bit_cast<To>(_mm512_maskz_cvtepi32_epi16(0xFFFF, bit_cast<__m512i>(from)));
   if constexpr (sizeof(To) == 16) return bit_cast<To>(_mm512_maskz_cvtepi32_epi8(0xFFFF, bit_cast<__m512i>(from)));
 #elif PYCOMM_VECTOR_BYTES == 32
@@ -78,7 +82,7 @@ PYCOMM_HD void store_streamed(char* to, V value) {
   store(to, value);
 }
 
-// -- elements: common/'s way, but for float16 (the hardware converts) and bfloat16 (no shuffles) -------------------------
+// -- elements: common/'s way, but for float16 (the hardware converts) and bfloat16 (no shuffles) ---------------------
 
 // The values of one register of bfloat16: those of the even and of the odd lanes, which a shift and a mask tell apart.
 template <class V>
@@ -90,7 +94,8 @@ template <class W, class Element>
 inline constexpr bool kUsesHalves = W::kLanes > 1 && std::is_same_v<Element, BFloat16>;
 
 template <class W, class Element>
-inline constexpr bool kUsesF16C = PYCOMM_VECTOR_BYTES >= 32 && W::kLanes > 1 && std::is_same_v<Element, Small<Float16Format>>;
+inline constexpr bool kUsesF16C =
+    PYCOMM_VECTOR_BYTES >= 32 && W::kLanes > 1 && std::is_same_v<Element, Small<Float16Format>>;
 
 #if PYCOMM_VECTOR_BYTES == 64
 using HalfRegister = __m256i;

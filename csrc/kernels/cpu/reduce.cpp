@@ -44,6 +44,19 @@ void store_fence() {
 #endif
 }
 
+// Streams the output of a kernel that does not do so itself, by way of a block that stays in the L1 cache.
+void reduce_by_blocks(const Isa& isa, const ReduceKernel& kernel, ReduceJob job) {
+  alignas(64) char block[4096];
+  char* const output = job.output;
+  const std::size_t bytes = job.end;
+  job.output = block;
+  for (; job.begin < bytes; job.begin = job.end) {
+    job.end = std::min(bytes, job.begin + sizeof(block));
+    kernel.run(job);
+    isa.copy_streamed(output + job.begin, block, job.end - job.begin);
+  }
+}
+
 }  // namespace
 
 bool reduce_supported(DType dtype, ReduceOp op) {
@@ -55,19 +68,13 @@ void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t
             const double* factors, bool stream_output) {
   const Isa& isa = active();
   const ReduceKernel& kernel = isa.reduce[static_cast<int>(dtype)][static_cast<int>(op)];
-  const std::size_t bytes = numel * item_bytes(dtype);
-  ReduceJob job{static_cast<char*>(output), reinterpret_cast<const char* const*>(inputs), num_inputs, 0, bytes, factors};
+  const ReduceJob job{static_cast<char*>(output), reinterpret_cast<const char* const*>(inputs), 0,
+                      numel * item_bytes(dtype), factors, num_inputs};
   if (!stream_output) return kernel.run(job);
   if (kernel.run_streamed != nullptr) {
     kernel.run_streamed(job);
   } else {
-    alignas(64) char block[4096];  // stays in the L1 cache
-    job.output = block;
-    for (; job.begin < bytes; job.begin = job.end) {
-      job.end = std::min(bytes, job.begin + sizeof(block));
-      kernel.run(job);
-      isa.copy_streamed(static_cast<char*>(output) + job.begin, block, job.end - job.begin);
-    }
+    reduce_by_blocks(isa, kernel, job);
   }
   store_fence();
 }

@@ -1,4 +1,4 @@
-// reduce() for avx2; see reduce_body.h. Whole standard headers come before the target: their functions must run anywhere.
+// reduce() for avx2: see reduce_body.h. Standard headers come before the target, as their functions are shared.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -18,5 +18,5 @@
 
 namespace pycomm {
 extern const Isa kAvx2 = avx2::make_isa("avx2");
-}
+}  // namespace pycomm
 #endif

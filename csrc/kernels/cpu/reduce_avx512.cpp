@@ -1,4 +1,4 @@
-// reduce() for avx512; see reduce_body.h. Whole standard headers come before the target: their functions must run anywhere.
+// reduce() for avx512: see reduce_body.h. Standard headers come before the target, as their functions are shared.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -18,5 +18,5 @@
 
 namespace pycomm {
 extern const Isa kAvx512 = avx512::make_isa("avx512");
-}
+}  // namespace pycomm
 #endif

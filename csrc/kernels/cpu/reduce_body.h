@@ -3,9 +3,9 @@
 //   PYCOMM_VECTOR_BYTES  the width of a vector register
 // and set the target. It has no include guard on purpose and includes nothing.
 //
-// The idea: a group of kGroup registers accumulates while the loop goes over the inputs, so that every input is read once
-// and the output written once: (num_inputs + 1) * itemsize bytes an element, and no temporary. What does not fill a
-// register is done an element at a time by the same functions, one lane wide: the bits do not depend on the position.
+// The idea: a group of kGroup registers accumulates while the loop goes over the inputs, so that every input is read
+// once and the output written once: (num_inputs + 1) * itemsize bytes an element, and no temporary. What does not fill
+// a register is done an element at a time by the same functions, one lane wide: the bits do not depend on the position.
 
 namespace pycomm::PYCOMM_ISA {
 
@@ -105,8 +105,8 @@ PYCOMM_HD void reduce_all(const ReduceJob job, const char* const* inputs) {  // 
 // registers, and for non-temporal stores.
 template <class Element, class Op>
 inline constexpr bool kIsHot = (std::is_same_v<Element, Native<float>> || std::is_same_v<Element, BFloat16> ||
-                                std::is_same_v<Element, Small<Float16Format>>)&&(std::is_same_v<Op, Sum> ||
-                                                                                 std::is_same_v<Op, Average>);
+                                std::is_same_v<Element, Small<Float16Format>>) &&
+                               (std::is_same_v<Op, Sum> || std::is_same_v<Op, Average>);
 
 template <class Element, class Op, bool streamed>
 void run_reduce(const ReduceJob& job) {

@@ -1,4 +1,4 @@
-// reduce() for generic; see reduce_body.h. Whole standard headers come before the target: their functions must run anywhere.
+// reduce() for generic: see reduce_body.h. Standard headers come before the target, as their functions are shared.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -18,4 +18,4 @@
 
 namespace pycomm {
 extern const Isa kGeneric = generic::make_isa("generic");
-}
+}  // namespace pycomm

@@ -1,6 +1,6 @@
-// The idea: a thread takes 16 bytes of every input at a time, goes over the inputs in order with the totals in registers,
-// and writes 16 bytes: (num_inputs + 1) * itemsize bytes moved per element, the least there is. The loop strides over the
-// whole grid. Unaligned buffers, and what is left at the end, go element by element.
+// The idea: a thread takes 16 bytes of every input at a time, goes over the inputs in order with the totals in
+// registers, and writes 16 bytes: (num_inputs + 1) * itemsize bytes moved per element, the least there is. The loop
+// strides over the whole grid. Unaligned buffers, and what is left at the end, go element by element.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -69,8 +69,8 @@ struct One {
 };
 
 template <class Element, class Op>
-__global__ void __launch_bounds__(kThreads) reduce_kernel(void* output, const __grid_constant__ Inputs inputs,
-                                                          std::size_t numel, std::size_t num_packs) {
+__global__ void __launch_bounds__(kThreads)
+    reduce_kernel(void* output, const __grid_constant__ Inputs inputs, std::size_t numel, std::size_t num_packs) {
   using Storage = typename Element::Storage;
   const std::size_t first = blockIdx.x * std::size_t{kThreads} + threadIdx.x;
   const std::size_t stride = std::size_t{gridDim.x} * kThreads;
@@ -90,7 +90,8 @@ cudaError_t count_blocks(std::size_t work, unsigned* blocks) {
     return error;
   }
   const std::size_t needed = (work + kThreads - 1) / kThreads;
-  *blocks = static_cast<unsigned>(std::min<std::size_t>(needed, std::size_t(multiprocessors) * kBlocksPerMultiprocessor));
+  *blocks =
+      static_cast<unsigned>(std::min<std::size_t>(needed, std::size_t(multiprocessors) * kBlocksPerMultiprocessor));
   return cudaSuccess;
 }
 
@@ -105,8 +106,8 @@ cudaError_t launch(void* output, Inputs& inputs, std::size_t bytes, cudaStream_t
   const std::size_t work = num_packs != 0 ? num_packs : numel;
   if (const cudaError_t error = count_blocks(work, &blocks); error != cudaSuccess) return error;
   void* arguments[] = {&output, &inputs, &numel, &num_packs};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(&reduce_kernel<Element, Op>), dim3(blocks), dim3(kThreads), arguments, 0,
-                          stream);
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&reduce_kernel<Element, Op>), dim3(blocks), dim3(kThreads),
+                          arguments, 0, stream);
 }
 
 }  // namespace

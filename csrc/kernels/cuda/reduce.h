@@ -9,8 +9,8 @@ namespace pycomm {
 inline constexpr int kMaxCudaInputs = 128;
 
 // Queues the reduction on `stream` (a cudaStream_t) of the current device and returns without waiting for it. Returns a
-// cudaError_t: 0, or cudaErrorInvalidValue for num_inputs outside 1..kMaxCudaInputs or an undefined (dtype, op), or what
-// CUDA said. `inputs` and `factors` are host arrays, free to go when the call returns; what they point to is not.
+// cudaError_t: 0, or cudaErrorInvalidValue for num_inputs outside 1..kMaxCudaInputs or an undefined (dtype, op), or
+// what CUDA said. `inputs` and `factors` are host arrays, free to go when the call returns; what they point to is not.
 // The bits are those of the CPU. Synchronizes with nothing.
 int reduce_cuda(void* output, const void* const* inputs, int num_inputs, std::size_t numel, DType dtype, ReduceOp op,
                 const double* factors, void* stream);

@@ -25,7 +25,7 @@ examples:
   mpirun -n 4 python -m pycomm bench all_reduce             inside a launcher: these ranks are measured
   pycomm bench --make-peers                                 builds the peers' environments
 
-private buffers: calls back to back, several buffers in turn (128 MiB a rank for large messages).
+private buffers: calls back to back, 2 to 16 buffers in turn (64 MiB a rank or more for messages of 4 MiB and up).
 shared buffers: in the segment that the ranks share (pycomm.empty(..., shared=True)), the input written anew before each
 call, the time of the call alone; peers do the same with buffers of their own.
 """
@@ -153,10 +153,10 @@ def _measure_inside(options: argparse.Namespace, settings: Settings) -> int:
 
     if settings.against:
         raise ConfigError("--against starts jobs of its own: run `pycomm bench` without a launcher, and give it -n.")
-    raise_priority()
+    priority = ", ".join(raise_priority())
     if settings.is_pinned:
         pin_to_core()
-    job = InsideJob(Runner(start_library("pycomm", settings.transport, "")))
+    job = InsideJob(Runner(start_library("pycomm", settings.transport, "")), priority)
     if options.world_sizes not in (None, str(job.world_size)):
         raise ConfigError(f"-n {options.world_sizes}: the launcher has started {job.world_size} ranks; leave -n out.")
     with closing(Report(options.json, is_silent=job.rank != 0)) as report:
@@ -171,7 +171,8 @@ def _measure_inside(options: argparse.Namespace, settings: Settings) -> int:
 def _show(report: Report, jobs: list[Job], settings: Settings, world_size: int) -> None:
     from .session import run_cases
 
-    report.facts({"world_size": world_size, **{job.name.partition(":")[0]: job.version for job in jobs}})
+    versions = {job.name.partition(":")[0]: job.version for job in jobs}
+    report.facts({"world_size": world_size, "priority": jobs[0].priority or "ordinary", **versions})
     for buffers in settings.buffers:
         how = "back to back" if buffers == "private" else "input freshly written before each call"
         title = f"{settings.verb}, {world_size} ranks, {buffers} buffers, {how}"

@@ -29,17 +29,6 @@ def _chosen(setting: str) -> str:
     return setting.partition("[")[2].partition("]")[0]
 
 
-def _core_latency_ns() -> float | None:
-    """The time of a cache line from core to core, one way, if the native core is there to measure it."""
-    try:
-        from ...ops import native
-
-        measured = native().core_latency_ns()
-    except Exception:  # the figure is an extra; without it the line says null
-        return None
-    return float(measured)
-
-
 def machine_facts() -> dict[str, Any]:
     """Returns what a reader needs to place the figures."""
     import torch
@@ -54,5 +43,4 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_average": [round(load, 2) for load in os.getloadavg()],
-        "core_latency_ns": _core_latency_ns(),
     }

@@ -40,6 +40,7 @@ class Figure:
     rounds_us: list[float] = field(default_factory=list)
     samples_us: list[float] = field(default_factory=list)
     wrong: int = 0
+    line_ns: list[float] = field(default_factory=list)
 
     @property
     def median_us(self) -> float:
@@ -92,6 +93,7 @@ def _run_once(job: Job, load: Load, round_index: int, figure: Figure) -> float:
     figure.rounds_us.append(time_us)
     figure.samples_us += singles_us
     figure.wrong += sum(answer["wrong"] for answer in answers)
+    figure.line_ns.append(max(answer["line_ns"] for answer in answers))
     return time_us
 
 

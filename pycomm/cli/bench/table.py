@@ -86,6 +86,7 @@ class Cell:
                     "wrong": figure.wrong,
                     "pycomm_ratio": round(ratio(self.own, figure), 4),
                     "rounds_us": [round(us, 4) for us in figure.rounds_us],
+                    "line_ns": [round(ns, 1) for ns in figure.line_ns],
                 }
             )
         return lines
@@ -138,7 +139,7 @@ def _place_cells(cell: Cell | None, peer_names: Sequence[str]) -> list[str]:
             figure = cell.peers[peer][1]
             cells.append(_us(figure.median_us) + (f" [{BAD}]({figure.wrong} wrong)[/]" if figure.wrong else ""))
     best = cell.best_peer
-    return [*cells, *(("-", "-") if best is None else (_colour(best[1], f"{best[1]:.2f}"), best[0]))]
+    return [*cells, *(("-", "-") if best is None else (_colour(best[1], f"{best[1]:#.3g}"), best[0]))]
 
 
 def summary(cells: Sequence[Cell]) -> str:

@@ -58,5 +58,9 @@ class Library(ABC):
     def barrier(self) -> None:
         """Waits until every rank is here."""
 
+    def line_ns(self) -> float:
+        """One-way latency of a cache line between cores, in ns, if the library measures it; else 0."""
+        return 0.0
+
     def close(self) -> None:  # noqa: B027 - optional
         """Leaves the job in order."""

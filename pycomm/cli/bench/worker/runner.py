@@ -62,8 +62,8 @@ class Runner:
     def run(self, num_chunks: int, chunk_calls: int, samples: int, round_index: int) -> dict[str, Any]:
         """Checks one call, then times ``num_chunks`` of ``chunk_calls`` back to back, and ``samples`` calls one by one.
 
-        Answers the clock's ``marks`` of the chunks, ``starts`` and ``ends`` of the samples, and the number of elements
-        that were ``wrong``. Samples have freshly written inputs if the case asks for it.
+        Answers the clock's ``marks`` of the chunks, ``starts`` and ``ends`` of the samples, the number of elements that
+        were ``wrong``, and the core-to-core ``line_ns``. Samples have freshly written inputs if the case asks for it.
         """
         wrong = self._verify(self._sets[round_index % len(self._sets)])
         is_fresh = self._case.is_fresh
@@ -83,7 +83,7 @@ class Runner:
         gc.enable()
         if samples and (is_fresh or self._case.place == "out"):  # in place, results have been reduced again and again
             wrong += self._count_wrong(self._sets[(samples - 1) % len(self._sets)])
-        return {"marks": marks, "starts": starts, "ends": ends, "wrong": wrong}
+        return {"marks": marks, "starts": starts, "ends": ends, "wrong": wrong, "line_ns": self.library.line_ns()}
 
     def release(self) -> dict[str, Any]:
         """Gives the buffers back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -98,6 +99,7 @@ class PycommLibrary(_TorchLibrary):
         self.module = pycomm
         group = pycomm.init(transport=transport)
         self.transport: str = group.transport.name
+        self._line_ns = partial(getattr, group.transport, "line_ns", 0.0)
         self.rank, self.world_size = pycomm.rank(), pycomm.world_size()
         self.version = f"pycomm {pycomm.__version__} ({self.transport})"
 
@@ -108,6 +110,10 @@ class PycommLibrary(_TorchLibrary):
         if self.transport != "shm":
             raise UnsupportedCaseError(f"the {self.transport} transport has no shared segment")
         return self._as_buffer(self.module.empty(numel, dtype=getattr(torch, dtype), shared=True))
+
+    def line_ns(self) -> float:
+        """What the shm transport measured last."""
+        return float(self._line_ns())
 
     def close(self) -> None:
         """pycomm.finalize()."""

@@ -1,0 +1,94 @@
+"""Observers of a group: what they are told, and short cuts that tell them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..types import ReduceOp
+from .tensors import dtype_name
+
+__all__ = ["CollectiveRecord", "Hook", "make_record", "not_now", "observed"]
+
+
+class CollectiveRecord(NamedTuple):
+    """What a hook learns of one finished collective.
+
+    ``numel`` and ``nbytes`` count the collective's whole buffer on one rank (nccl-tests' "size"). ``seq`` counts the
+    group's calls, but for those that took a transport's short cut while no hook was attached. Times are of
+    ``time.perf_counter_ns``.
+    """
+
+    verb: str
+    group_name: str
+    transport: str
+    algorithm: str
+    dtype: str
+    op: str | None
+    numel: int
+    nbytes: int
+    seq: int
+    start_ns: int
+    end_ns: int
+
+
+Hook = Callable[[CollectiveRecord], None]
+
+# The arguments of a short cut that say how much it moves, and how it reduces; None where there is none.
+_LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
+    "all_reduce": (0, 1),
+    "broadcast": (0, None),
+    "all_gather_single": (0, None),
+    "reduce_scatter_single": (1, 2),
+    "barrier": (None, None),
+}
+
+
+def not_now(*_arguments: object) -> bool:
+    """The short cut that is never taken: what stands in a group's ``fast_*`` while it has none, or may not use it."""
+    return False
+
+
+def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None]) -> Callable[..., bool]:
+    """Returns the short cut ``fast`` with a stop watch: where it was taken, ``tell`` learns of it (see Group)."""
+    largest, op = _LARGEST_AND_OP[verb]
+
+    def watched(*arguments: Any) -> bool:
+        start_ns = time.perf_counter_ns()
+        if not fast(*arguments):
+            return False
+        end_ns = time.perf_counter_ns()
+        dtype, numel = (torch.uint8, 0) if largest is None else (arguments[largest].dtype, arguments[largest].numel())
+        tell(verb, "native", dtype, None if op is None else ReduceOp(arguments[op]), numel, None, start_ns, end_ns)
+        return True
+
+    return watched
+
+
+def make_record(
+    verb: str,
+    names: tuple[str, str],
+    algorithm: str,
+    dtype: torch.dtype,
+    op: ReduceOp | None,
+    numel: int,
+    seq: int,
+    start_ns: int,
+    end_ns: int,
+) -> CollectiveRecord:
+    """Returns the record of a call of the group and transport of ``names``."""
+    name, itemsize = _describe(dtype)
+    op_name = None if op is None else _OP_NAMES[op]
+    return CollectiveRecord(verb, *names, algorithm, name, op_name, numel, numel * itemsize, seq, start_ns, end_ns)
+
+
+_OP_NAMES = {op: op.name for op in ReduceOp}  # an enum's own .name takes longer than a short cut
+
+
+@cache
+def _describe(dtype: torch.dtype) -> tuple[str, int]:
+    return dtype_name(dtype), dtype.itemsize

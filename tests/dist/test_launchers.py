@@ -1,0 +1,157 @@
+"""Real jobs under each launcher: the ranks find each other, reduce, and the job's end is told by its exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOBS = Path(__file__).parent / "jobs"
+BIN = Path(sys.executable).parent
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_", "OMP_")
+MPIRUN = str(BIN / "mpirun") if (BIN / "mpirun").exists() else shutil.which("mpirun")
+HAS_MPI = MPIRUN is not None and importlib.util.find_spec("mpi4py") is not None
+needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="mpirun or mpi4py is not installed: pip install 'pycomm[mpich]'")
+
+
+def start(command: list[str], timeout_s: float = 90, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``command`` with no launcher's variables but ``environ``."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    return subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def reports(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """Returns what the ranks of jobs/reduce.py printed, by rank."""
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    decoder, text, found = json.JSONDecoder(), done.stdout, []
+    while (begin := text.find("{")) >= 0:  # lines of several ranks may run together
+        report, end = decoder.raw_decode(text[begin:])
+        found.append(report)
+        text = text[begin + end :]
+    return sorted(found, key=lambda report: int(report["rank"]))
+
+
+def check(found: list[dict[str, Any]], world_size: int, transports: list[str]) -> None:
+    """Every rank is there and has the right sum of every transport, in float32 and bfloat16."""
+    assert [report["rank"] for report in found] == list(range(world_size))
+    total = world_size * (world_size + 1) / 2
+    for report in found:
+        assert (report["world_size"], report["local_rank"]) == (world_size, report["rank"])
+        expected = [[name, world_size, total, total] for name in transports for _ in range(2)]
+        assert report["sums"] == expected
+
+
+def test_plain_python_is_a_world_of_one() -> None:
+    done = start([sys.executable, str(JOBS / "reduce.py"), "auto", "torch", "auto"])
+    check(reports(done), 1, ["shm", "torch", "shm"])
+
+
+def test_pycomm_run() -> None:
+    """Two ranks; init, finalize and init again, on other transports."""
+    done = start(
+        [sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "reduce.py"), "auto", "torch", "torch", "shm"],
+        PYCOMM_LOG="info",
+    )
+    found = reports(done)
+    check(found, 2, ["shm", "torch", "torch", "shm"])
+    from pycomm.topology import available_cores
+
+    assert [report["threads"] for report in found] == [str(max(1, available_cores() // 2))] * 2
+    assert "launcher torchrun: rank 1 of 2" in done.stderr
+    assert "rank 1 of 2 meets the others at 127.0.0.1:" in done.stderr
+
+
+def test_pycomm_run_of_a_module_with_three_ranks() -> None:
+    command = [str(BIN / "pycomm"), "run", "-n", "3", "-m", "jobs.reduce", "torch"]
+    done = start(command, PYTHONPATH=str(JOBS.parent), OMP_NUM_THREADS="1")
+    check(reports(done), 3, ["torch"])
+
+
+def test_torchrun() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    check(reports(start([*launcher, str(JOBS / "reduce.py"), "auto", "torch"])), 2, ["shm", "torch"])
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_mpirun() -> None:
+    """Without MASTER_ADDR the ranks find each other by MPI, whatever transport they use then."""
+    command = [str(MPIRUN), "-n", "2", sys.executable, str(JOBS / "reduce.py"), "mpi", "shm", "torch", "mpi"]
+    done = start(command, PYCOMM_LOG="info")
+    check(reports(done), 2, ["mpi", "shm", "torch", "mpi"])
+    assert "a store that rank 0 told of by MPI" in done.stderr
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_mpirun_with_master_addr() -> None:
+    """With it no MPI is needed: the ranks of an MPI launcher meet at a store as any others do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(MPIRUN), "-n", "3", sys.executable, str(JOBS / "reduce.py"), "auto"]
+    check(reports(start(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))), 3, ["shm"])
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_rank_that_raises_ends_an_mpi_job() -> None:
+    """Under plain python the others would wait for it in MPI_Finalize for ever."""
+    begin = time.monotonic()
+    done = start([str(MPIRUN), "-n", "2", sys.executable, str(JOBS / "fail.py"), "raise", "mpi"])
+    assert done.returncode != 0
+    assert "ValueError: rank with a bug" in done.stderr
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(("how", "exit_code", "words"), [("exit", 7, "exit code 7"), ("kill", 137, "SIGKILL")])
+def test_exit_code_is_that_of_the_rank_that_failed(how: str, exit_code: int, words: str) -> None:
+    done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), how, "torch"])
+    assert done.returncode == exit_code, done.stderr
+    assert re.search(rf"pycomm run: rank 1 \(pid \d+\) .*{words}", done.stderr)
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_transport_mpi_without_mpirun_says_how_to_start_it() -> None:
+    code = (
+        "import torch, torch.distributed as dist; from pycomm.transport import ConnectSpec, connect;"
+        "connect('mpi', ConnectSpec(rank=1, world_size=2, store=dist.HashStore(), host_ids=('a', 'a'), timeout_s=5))"
+    )
+    done = start([sys.executable, "-c", code])
+    assert done.returncode == 1
+    assert "expected an MPI world of 2 ranks, got 1" in done.stderr
+    assert "mpirun -n 2 python" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["-n", "2", "missing.py"], 1, "no such script: 'missing.py'"),
+        (["-n", "many", __file__], 1, "-n: expected a number of ranks, cpu, gpu or auto"),
+        (["-n", "0", __file__], 1, "-n: expected at least 1 rank, got 0"),
+        (["--nnodes", "x", __file__], 1, "--nnodes: expected N or MIN:MAX, got 'x'"),
+        (["-n", "2"], 2, "usage: pycomm run"),
+    ],
+)
+def test_wrong_usage_of_pycomm_run(
+    arguments: list[str], exit_code: int, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from pycomm.cli.__main__ import main
+
+    try:
+        code: object = main(["run", *arguments])
+    except SystemExit as error:  # argparse
+        code = error.code
+    assert code == exit_code
+    assert words in capfd.readouterr().err

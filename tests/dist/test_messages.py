@@ -1,0 +1,151 @@
+"""Point-to-point messages over the transports that wrap another library: sizes, order, senders, mistakes, timeouts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks, transport_params
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
+from pycomm.collectives.context import default_group
+from pycomm.transport import Transport
+
+WRAPPERS = [param for param in transport_params() if param.values[0] in ("torch", "mpi")]
+NUMELS = (0, 1, 31, 248, 249, 1000, 300_007)  # 248 bytes is the most that travels inside a frame of transport torch
+
+
+def my_transport() -> Transport:
+    group = default_group()
+    assert group is not None
+    return group.transport
+
+
+def numbers(source: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return (torch.arange(numel) * 7 + source).to(torch.uint8).to(dtype)
+
+
+def exchange_everything(rank: int) -> None:
+    """Every rank sends to every rank, itself included, all sizes with one tag, and only then receives."""
+    transport = my_transport()
+    peers = range(transport.world_size)
+    sends = [transport.isend(numbers(rank, numel), peer, 5) for peer in peers for numel in NUMELS]
+    for send in sends[::-1]:
+        assert send.test() in (True, False)
+    received = {(peer, numel): torch.full((numel,), 99, dtype=torch.uint8) for peer in peers for numel in NUMELS}
+    receives = [transport.irecv(flat, peer, 5) for (peer, _), flat in received.items()]
+    for request in [*sends, *receives[::-1]]:
+        request.wait()
+        request.wait()  # allowed, and at once
+    for (peer, numel), flat in received.items():
+        assert torch.equal(flat, numbers(peer, numel)), (peer, numel)
+
+
+def keep_order_and_tags(rank: int) -> None:
+    transport = my_transport()
+    peer = 1 - rank
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        sent = [torch.full((600,), index).to(dtype) for index in range(3)]
+        requests = [transport.isend(flat, peer, tag) for flat, tag in zip(sent, (1, 2, 1), strict=True)]
+        second, first, third = (torch.empty(600, dtype=dtype) for _ in range(3))
+        requests.append(transport.irecv(second, peer, 2))
+        requests += [transport.irecv(first, peer, 1), transport.irecv(third, peer, 1)]
+        for request in requests:
+            request.wait()
+        for flat, expected in ((first, sent[0]), (second, sent[1]), (third, sent[2])):
+            assert torch.equal(flat.view(torch.uint8), expected.view(torch.uint8)), dtype
+
+
+def receive_from_anyone(rank: int) -> None:
+    transport = my_transport()
+    for numel in (3, 5000):
+        transport.barrier(None)  # a message of the next size would be taken too
+        if rank > 0:
+            transport.isend(numbers(rank, numel), 0, 9).wait()
+            continue
+        flats = [torch.empty(numel, dtype=torch.uint8) for _ in range(2)]
+        receives: list[Any] = [transport.irecv(flat, None, 9) for flat in flats]
+        for receive in receives:
+            receive.wait()
+        assert sorted(receive.source for receive in receives) == [1, 2]
+        for receive, flat in zip(receives, flats, strict=True):
+            assert torch.equal(flat, numbers(receive.source, numel))
+
+
+def refuse_other_sizes(rank: int) -> None:
+    """Longer and shorter messages, in and beyond a frame: an error for the receiver alone, whose bytes stay."""
+    transport = my_transport()
+    for sent_numel, expected_numel in ((4, 8), (8, 4), (4, 4000), (4000, 4), (4000, 5000), (5000, 4000)):
+        if rank == 0:
+            transport.isend(numbers(0, sent_numel), 1, 3).wait()
+            continue
+        flat = torch.full((expected_numel,), 77, dtype=torch.uint8)
+        receive = transport.irecv(flat, 0, 3)
+        with pytest.raises(CollectiveMismatchError, match=f"expected {expected_numel} bytes, got {sent_numel}"):
+            receive.wait()
+        with pytest.raises(CollectiveMismatchError):
+            receive.test()
+        assert flat.eq(77).all()
+    exchange_everything(rank)  # and the transport goes on working
+
+
+def poll_until_done(rank: int) -> None:
+    transport = my_transport()
+    flat = torch.empty(100_000, dtype=torch.uint8)
+    if rank == 0:
+        receive = transport.irecv(flat, 1, 0)
+        assert receive.test() is False  # nothing has been sent
+        transport.isend(torch.ones(1), 1, 1).wait()
+        deadline = time.monotonic() + 20
+        while not receive.test():
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        assert torch.equal(flat, numbers(1, 100_000))
+    else:
+        transport.irecv(torch.empty(1), 0, 1).wait()
+        transport.isend(numbers(1, 100_000), 0, 0).wait()
+
+
+def time_out(rank: int) -> None:
+    transport = my_transport()
+    with pytest.raises(ConfigError, match="tag"):
+        transport.isend(torch.ones(1), 1 - rank, -1)
+    transport.barrier(None)
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"receiving 4 bytes from rank 1 .* within 0\.3 s"):
+            transport.irecv(torch.empty(1), 1, 0).wait(0.3)
+        assert 0.2 < time.monotonic() - start < 10
+    else:
+        time.sleep(1)
+
+
+def all_of_two(rank: int) -> None:
+    """One job for all that two ranks can show: starting mpirun costs more than the tests."""
+    exchange_everything(rank)
+    keep_order_and_tags(rank)
+    refuse_other_sizes(rank)
+    poll_until_done(rank)
+    time_out(rank)  # last: it breaks a gloo group
+
+
+def all_of_three(rank: int) -> None:
+    exchange_everything(rank)
+    receive_from_anyone(rank)
+
+
+@pytest.mark.parametrize("transport", WRAPPERS)
+def test_messages_of_two_ranks(transport: str) -> None:
+    run_ranks(2, all_of_two, transport=transport)
+
+
+@pytest.mark.parametrize("transport", WRAPPERS)
+def test_messages_of_three_ranks(transport: str) -> None:
+    run_ranks(3, all_of_three, transport=transport)
+
+
+@pytest.mark.parametrize("transport", WRAPPERS)
+def test_messages_of_a_rank_alone(transport: str) -> None:
+    run_ranks(1, exchange_everything, transport=transport)

@@ -1,0 +1,126 @@
+"""Where ranks meet: the order in which places are tried, and what is said if there is none."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pycomm import CollectiveTimeoutError, ConfigError, NativeUnavailableError
+from pycomm.collectives import rendezvous
+from pycomm.collectives.rendezvous import open_store
+from pycomm.topology import LaunchInfo
+from pycomm.transport._mpi_library import import_mpi
+
+LONE_OF_TWO = LaunchInfo(rank=1, world_size=2, launcher="env", sources=("RANK", "WORLD_SIZE"))
+MPI_OF_TWO = LaunchInfo(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="mpich", sources=("PMI_RANK",))
+
+
+@pytest.fixture(autouse=True)
+def no_stores_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_kept", {})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back what open_store installs
+    monkeypatch.setattr(rendezvous, "_has_hook", False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_keys_carry_the_attempt() -> None:
+    base = dist.HashStore()
+    open_store(LaunchInfo(world_size=2, attempt=3), 5, store=base).set("key", "new")
+    assert base.check(["pycomm/3/key"])
+    assert not open_store(LaunchInfo(world_size=2, attempt=4), 5, store=base).check(["key"])
+
+
+def test_a_world_of_one_needs_no_meeting_point() -> None:
+    store = open_store(LaunchInfo(launcher="env", master_addr="unreachable.invalid", master_port=1), 5)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_file_and_its_prefix_are_shared(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    open_store(LaunchInfo(rank=0, world_size=2), 5, init_method=url).set("key", "value")
+    assert open_store(LONE_OF_TWO, 5, init_method=url).get("key") == b"value"
+
+
+def test_rank_0_serves_the_store_and_a_second_init_finds_it() -> None:
+    port = free_port()
+    launch = LaunchInfo(rank=0, world_size=2, launcher="env", master_addr="127.0.0.1", master_port=port)
+    with ThreadPoolExecutor() as pool:  # rank 0 waits until rank 1 has come
+        client = pool.submit(dist.TCPStore, "127.0.0.1", port, 2, False, timedelta(seconds=20))
+        open_store(launch, 20)
+        open_store(launch, 20).set("key", "value")  # the port is not opened twice
+        assert client.result().get("pycomm/0/key") == b"value"
+
+
+def test_rank_0_alone_is_a_timeout() -> None:
+    launch = LaunchInfo(rank=0, world_size=2, launcher="env", master_addr="127.0.0.1", master_port=free_port())
+    with pytest.raises(CollectiveTimeoutError, match="could not meet the others at tcp://127.0.0.1.* within 0.5 s"):
+        open_store(launch, 0.5)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        launch = LaunchInfo(rank=0, world_size=2, launcher="env", master_addr="127.0.0.1", master_port=port)
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: the port is taken.*MASTER_PORT"):
+            open_store(launch, 5)
+
+
+def test_an_unreachable_host_is_a_timeout() -> None:
+    launch = LaunchInfo(rank=1, world_size=2, launcher="env", master_addr="127.0.0.1", master_port=1)
+    begin = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 of 2 could not meet .*127\.0\.0\.1:1 within 1 s"):
+        open_store(launch, 1)
+    assert time.monotonic() - begin < 20
+
+
+def test_no_meeting_point_says_what_was_looked_for() -> None:
+    with pytest.raises(ConfigError) as info:
+        open_store(LONE_OF_TWO, 5)
+    for words in ("rank 1 of 2", "launcher: env", "MASTER_ADDR", "init(store=)", "`pycomm run -n 2 script.py`"):
+        assert words in str(info.value)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "tcp://host-without-port", "http://127.0.0.1:80"])
+def test_a_wrong_init_method_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected tcp://HOST:PORT or file:///PATH"):
+        open_store(LONE_OF_TWO, 5, init_method=url)
+
+
+def test_store_and_init_method_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="got both"):
+        open_store(LONE_OF_TWO, 5, init_method="tcp://127.0.0.1:1", store=dist.HashStore())
+
+
+def test_missing_mpi4py_names_both_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_mpi.cache_clear()
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(NativeUnavailableError) as info:
+        open_store(MPI_OF_TWO, 5)
+    for words in ("rank 1 of 2", "mpich", "mpi4py is not installed", "pip install 'pycomm[mpich]'", "MASTER_ADDR"):
+        assert words in str(info.value)
+
+
+def test_mpi_without_a_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutLibrary:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("cannot load MPI library\nlibmpi.so.40: cannot open shared object file")
+
+    import_mpi.cache_clear()
+    monkeypatch.setitem(sys.modules, "mpi4py", WithoutLibrary())  # type: ignore[arg-type]
+    with pytest.raises(NativeUnavailableError, match=r"cannot load an MPI library \(cannot load MPI library\)"):
+        import_mpi()

@@ -1,0 +1,188 @@
+"""Starting and ending."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from harness import run_ranks
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, TransportError
+from pycomm.collectives.exchange import exchange_hosts
+from pycomm.transport.local import LocalWorld
+
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "SLURM_PROCID",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_plain_python_is_a_world_of_one() -> None:
+    assert not pycomm.is_initialized()
+    with pycomm.init() as group:
+        assert pycomm.is_initialized()
+        assert (pycomm.rank(), pycomm.world_size(), pycomm.local_rank(), group.ranks) == (0, 1, 0, (0,))
+        tensor = torch.arange(3.0)
+        pycomm.all_reduce(tensor)
+        assert tensor.tolist() == [0.0, 1.0, 2.0]
+        assert pycomm.all_reduce_mean(tensor, async_op=True).wait()  # type: ignore[union-attr]
+        pycomm.barrier()
+        with pytest.raises(ConfigError, match="already initialized"):
+            pycomm.init()
+    assert not pycomm.is_initialized()
+    with pytest.raises(TransportError, match="closed"):
+        pycomm.all_reduce(tensor, group=group)
+    with pytest.raises(ConfigError, match=r"call pycomm.init\(\)"):
+        pycomm.all_reduce(tensor)
+
+
+def test_init_again_after_finalize() -> None:
+    for _ in range(3):
+        pycomm.init("local")
+        pycomm.finalize()
+        pycomm.finalize()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"transport": "carrier-pigeon"}, "unknown transport 'carrier-pigeon'; known: .*local"),
+        ({"rank": 0}, "together or neither"),
+        ({"timeout": -1}, "more than 0 seconds"),
+        (
+            {"transport": "local", "rank": 0, "world_size": 2, "store": dist.HashStore(), "timeout": 0.05},
+            "ranks .1. did not",
+        ),
+    ],
+)
+def test_what_cannot_start(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(pycomm.PycommError, match=message):
+        pycomm.init(**arguments)  # type: ignore[arg-type]
+    assert not pycomm.is_initialized()
+
+
+def test_transport_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCOMM_TRANSPORT", "local")
+    with pycomm.init() as group:
+        assert group.transport.name == "local"
+    monkeypatch.setenv("PYCOMM_TRANSPORT", "pigeon")
+    with pytest.raises(ConfigError, match="unknown transport 'pigeon'"):
+        pycomm.init()
+
+
+def test_ranks_that_differ_are_told() -> None:
+    store = dist.HashStore()
+    errors: list[Exception] = []
+
+    def join(rank: int, transport: str) -> None:
+        try:
+            exchange_hosts(store, rank, 2, transport, 5.0)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=join, args=each) for each in ((0, "shm"), (1, "torch"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(errors) == 2
+    for error in errors:
+        assert isinstance(error, CollectiveMismatchError)
+        assert "differ in transport: rank 0: 'shm', rank 1: 'torch'" in str(error)
+
+
+def test_the_missing_rank_is_named() -> None:
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] did not come within 0.05 s"):
+        exchange_hosts(dist.HashStore(), 0, 3, "auto", 0.05)
+
+
+def test_threads_have_groups_of_their_own() -> None:
+    world = LocalWorld(1)
+    with pycomm.init(world.transports[0]):
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(pycomm.is_initialized()))
+        thread.start()
+        thread.join()
+        assert seen == [False] and pycomm.is_initialized()
+
+
+def test_closing_a_group_closes_those_made_from_it() -> None:
+    with pycomm.init("local"):
+        outer = pycomm.new_group()
+        assert isinstance(outer, pycomm.Group)
+        inner = pycomm.split(0, group=outer)
+        assert isinstance(inner, pycomm.Group)
+        outer.close()
+        with pytest.raises(TransportError, match="closed"):
+            pycomm.barrier(inner)
+        pycomm.barrier()
+
+
+def test_a_fork_is_no_rank() -> None:
+    with pycomm.init("local", store=dist.HashStore(), rank=0, world_size=1):
+        pass
+    pycomm.init()
+    try:
+        if pycomm.init.__globals__["state"].world is pycomm.NON_MEMBER:
+            pytest.skip("a world of one that belongs to this thread alone")
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if not pycomm.is_initialized() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert pycomm.is_initialized()
+    finally:
+        pycomm.finalize()
+
+
+def test_joins_an_initialized_torch_distributed() -> None:
+    code = (
+        "import sys, torch, torch.distributed as dist, pycomm\n"
+        "rank, port = int(sys.argv[1]), int(sys.argv[2])\n"
+        "store = dist.TCPStore('127.0.0.1', port, is_master=False)\n"
+        "dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
+        "t = torch.ones(4)\n"
+        "pycomm.all_reduce(t)\n"
+        "assert (t == 2).all() and pycomm.is_initialized()\n"
+        "group = dist.new_group([0, 1])\n"
+        "pycomm.all_reduce(t, group=group)\n"
+        "assert (t == 4).all() and pycomm.rank(group) == rank\n"
+        "pycomm.broadcast(t.fill_(rank), src=1, group=dist.group.WORLD)\n"
+        "assert (t == 1).all()\n"
+        "pycomm.finalize()\n"
+        "dist.all_reduce(t)\n"
+        "assert (t == 2).all()\n"
+        "dist.destroy_process_group()\n"
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+
+
+def what_ranks_see(rank: int) -> tuple[int, int, int]:
+    return pycomm.rank(), pycomm.world_size(), pycomm.local_rank()
+
+
+def test_ranks_by_argument() -> None:
+    assert run_ranks(3, what_ranks_see, transport="torch") == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]

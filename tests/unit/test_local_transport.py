@@ -1,0 +1,166 @@
+"""The reference transport, alone: matching, order, sizes, timeouts, ranks that go away."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import pycomm
+from harness import RanksFailed, run_ranks
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from pycomm.transport import ConnectSpec
+from pycomm.transport.local import LocalWorld, connect
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_messages_match_by_source_and_tag_in_order() -> None:
+    a, b, c = LocalWorld(3).transports
+    for number in (1.0, 2.0):
+        a.isend(tensor(number), 2, tag=5)
+    b.isend(tensor(3.0), 2, tag=5)
+    a.isend(tensor(4.0), 2, tag=6)
+    into = torch.zeros(1)
+    for peer, tag, value, source in ((0, 6, 4.0, 0), (1, 5, 3.0, 1), (None, 5, 1.0, 0), (0, 5, 2.0, 0)):
+        request = c.irecv(into, peer, tag)
+        request.wait()
+        assert (into.item(), request.source) == (value, source)  # type: ignore[attr-defined]
+
+
+def test_a_posted_receive_is_filled_by_the_send() -> None:
+    a, b = LocalWorld(2).transports
+    first, second = torch.zeros(1), torch.zeros(1)
+    requests = [b.irecv(first, 0), b.irecv(second, 0)]
+    assert not requests[0].test()
+    a.isend(tensor(1.0), 1)
+    assert requests[0].test() and not requests[1].test()
+    a.isend(tensor(2.0), 1)
+    requests[1].wait()
+    requests[1].wait()  # may be called again
+    assert (first.item(), second.item()) == (1.0, 2.0)
+
+
+def test_a_sent_buffer_may_be_written_at_once() -> None:
+    a, b = LocalWorld(2).transports
+    data = tensor(1.0)
+    a.isend(data, 1).wait()
+    data.fill_(9.0)
+    into = torch.zeros(1)
+    b.irecv(into, 0).wait()
+    assert into.item() == 1.0
+
+
+def test_sends_to_self() -> None:
+    (a,) = LocalWorld(1).transports
+    into = torch.zeros(2)
+    a.isend(tensor(1.0, 2.0), 0)
+    a.irecv(into, None).wait()
+    assert into.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("send_first", [True, False])
+def test_another_size_is_an_error_and_writes_nothing(send_first: bool) -> None:
+    a, b = LocalWorld(2).transports
+    into = torch.zeros(3)
+    if send_first:
+        a.isend(tensor(1.0), 1)
+    request = b.irecv(into, 0, tag=0)
+    if not send_first:
+        a.isend(tensor(1.0), 1)
+    with pytest.raises(CollectiveMismatchError, match="expected 12 bytes, got 4"):
+        request.wait()
+    assert into.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_timeout_says_what_was_waited_for() -> None:
+    a, _ = LocalWorld(2, timeout_s=30.0).transports
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 waited 0.05 s for a message of 4 bytes from rank 1 with tag 3"):
+        a.irecv(torch.zeros(1), 1, tag=3).wait(0.05)
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_lost_rank_wakes_those_who_wait_for_it() -> None:
+    a, b, c = LocalWorld(3).transports
+    from_b, from_any, from_c = (a.irecv(torch.zeros(1), peer) for peer in (1, None, 2))
+    timer = threading.Timer(0.05, b.fail, ["it raised ValueError: no"])
+    timer.start()
+    with pytest.raises(PeerLostError, match=r"rank 1 is gone \(it raised ValueError: no\)") as caught:
+        from_b.wait()
+    assert caught.value.rank == 1
+    assert not from_any.test() and not from_c.test()  # others may still send
+    c.close()
+    for request in (from_any, from_c):
+        with pytest.raises(PeerLostError):
+            request.wait()
+    for call in (lambda: a.isend(tensor(1.0), 1), lambda: a.irecv(torch.zeros(1), 1).wait()):
+        with pytest.raises(PeerLostError):
+            call()
+
+
+def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
+    a, b = LocalWorld(2).transports
+    b.isend(tensor(5.0), 0)
+    b.close()
+    b.close()
+    into = torch.zeros(1)
+    a.irecv(into, 1).wait()
+    assert into.item() == 5.0
+    with pytest.raises(TransportError, match="had closed"):
+        b.isend(tensor(1.0), 0)
+
+
+def test_a_lost_rank_is_lost_in_groups_split_off() -> None:
+    world = LocalWorld(3).transports
+    children = [transport.split([2, 0], 1) for transport in world]
+    assert children[1] is None and children[0] is not None and children[2] is not None
+    assert (children[2].rank, children[0].rank, children[0].world_size) == (0, 1, 2)
+    request = children[0].irecv(torch.zeros(1), 0)
+    world[0].close()  # leaving the parent does not leave the child
+    children[2].isend(tensor(1.0), 1)
+    request.wait()
+    world[2].fail("killed")
+    with pytest.raises(PeerLostError):
+        children[0].irecv(torch.zeros(1), 0).wait()
+
+
+def test_connect_is_for_a_world_of_one() -> None:
+    spec = ConnectSpec(rank=0, world_size=1, store=None, host_ids=("h",), timeout_s=5.0)  # type: ignore[arg-type]
+    assert connect(spec).world_size == 1
+    spec = ConnectSpec(rank=0, world_size=2, store=None, host_ids=("h", "h"), timeout_s=5.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="LocalWorld"):
+        connect(spec)
+    with pytest.raises(ConfigError, match="at least 1"):
+        LocalWorld(0)
+
+
+def one_raises(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("rank 1 has had enough")
+    pycomm.all_reduce(torch.ones(3))
+
+
+def test_a_rank_that_raises_fails_the_others_call() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, one_raises, transport="local", timeout_s=30)
+    text = str(caught.value)
+    assert time.monotonic() - start < 10
+    assert "[rank 1] Traceback" in text and "rank 1 has had enough" in text
+    assert "PeerLostError: [all_reduce, call 1, group 'world', rank 0 of 3] rank 1 is gone" in text
+
+
+def add_up(rank: int) -> float:
+    total = torch.tensor([float(rank)])
+    pycomm.all_reduce(total)
+    pycomm.barrier()
+    return total.item()
+
+
+def test_a_world_of_64() -> None:
+    assert run_ranks(64, add_up, transport="local", timeout_s=60) == [64 * 63 / 2] * 64
