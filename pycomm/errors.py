@@ -28,7 +28,9 @@ class ConfigError(PycommError, ValueError):
 
 
 class NativeUnavailableError(PycommError, RuntimeError):
-    """A native library (ours, MPI, NCCL, CUDA) that the call needs is not there; the message has the command that adds it."""
+    """A native library (ours, MPI, NCCL, CUDA) that the call needs is not there; the message has the command that
+    adds it.
+    """
 
 
 class PlanError(PycommError):

@@ -13,7 +13,9 @@ __all__ = ["DTYPES", "DType", "PremulSum", "ReduceOp", "dtype_of_code", "dtype_o
 
 
 class ReduceOp(IntEnum):
-    """How the contributions of the ranks combine. ``torch.distributed.ReduceOp`` members are accepted wherever these are."""
+    """How the contributions of the ranks combine. ``torch.distributed.ReduceOp`` members are accepted wherever
+    these are.
+    """
 
     SUM = 0
     PRODUCT = 1
@@ -40,7 +42,9 @@ def premul_sum(factor: float) -> PremulSum:
 
 @dataclass(frozen=True)
 class DType:
-    """One element type: its native ``code``, torch's ``name`` for it, its size, and the family that decides its operators."""
+    """One element type: its native ``code``, torch's ``name`` for it, its size, and the family that decides its
+    operators.
+    """
 
     code: int
     name: str

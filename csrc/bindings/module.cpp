@@ -6,6 +6,7 @@ namespace py = pybind11;
 namespace pycomm {
 void bind_kernels(py::module_& m);
 void bind_shm(py::module_& m);
+void bind_verb(py::module_& m);
 }  // namespace pycomm
 
 PYBIND11_MODULE(_native, m) {
@@ -18,4 +19,5 @@ PYBIND11_MODULE(_native, m) {
 #endif
   pycomm::bind_kernels(m);
   pycomm::bind_shm(m);
+  pycomm::bind_verb(m);
 }

@@ -81,7 +81,12 @@ bool read(const Cut& cut, PyObject* object, Flat& flat) {
   return is_negative == Py_False;
 }
 
+// `object` is null where the caller left the operator out.
 bool read_op(PyObject* object, DType dtype, ReduceOp& op) {
+  if (object == nullptr) {
+    op = ReduceOp::kSum;
+    return reduce_supported(dtype, op);
+  }
   if (!PyLong_Check(object)) return false;
   const long code = PyLong_AsLong(object);
   if (code < 0 || code > static_cast<long>(ReduceOp::kAvg)) {
@@ -112,7 +117,7 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat flat;
   Call call{Verb::kAllReduce};
-  if (count != 2 || !read(cut, args[0], flat) || !read_op(args[1], flat.dtype, call.op)) Py_RETURN_FALSE;
+  if (count < 1 || count > 2 || !read(cut, args[0], flat) || !read_op(count > 1 ? args[1] : nullptr, flat.dtype, call.op)) Py_RETURN_FALSE;
   call.dtype = flat.dtype;
   call.numel = flat.numel;
   return run(flat.bytes(), [&] { cut.group->all_reduce(flat.data, flat.data, call); });
@@ -156,7 +161,8 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
   const Cut& cut = cut_of(self);
   Flat output, input;
   Call call{Verb::kReduceScatter};
-  if (count != 3 || !read(cut, args[0], output) || !read(cut, args[1], input) || !read_op(args[2], input.dtype, call.op)) Py_RETURN_FALSE;
+  if (count < 2 || count > 3 || !read(cut, args[0], output) || !read(cut, args[1], input)) Py_RETURN_FALSE;
+  if (!read_op(count > 2 ? args[2] : nullptr, input.dtype, call.op)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
   if (output.dtype != input.dtype || input.numel != ranks * output.numel || overlap(output, input)) Py_RETURN_FALSE;
   call.dtype = input.dtype;

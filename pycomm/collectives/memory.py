@@ -48,8 +48,7 @@ def zeros(
 
 
 def _shape(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
-    parts = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    shape: tuple[Any, ...] = tuple(parts)
+    shape: tuple[Any, ...] = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     if any(not isinstance(length, int) or length < 0 for length in shape):
         raise ConfigError(f"size: expected lengths >= 0, got {shape}")
     return shape

@@ -1,10 +1,10 @@
 """How the ranks of one host come to share a memfd: one Unix socket, used once.
 
 The first rank of the host makes the memory and listens on an abstract Unix socket of a random name, which it publishes
-in the job's store with a random token. The others connect, prove that they belong (same user, checked by the kernel; the
-token, compared in constant time) and get the memory's descriptor with a descriptor of every rank's *process*. So nothing
-has a name in a file system: there is nothing to squat on, to leak or to clean up; and a rank that dies is noticed
-through its pidfd, whatever it dies of.
+in the job's store with a random token. The others connect, prove that they belong (same user, checked by the kernel;
+the token, compared in constant time) and get the memory's descriptor with a descriptor of every rank's *process*. So
+nothing has a name in a file system: there is nothing to squat on, to leak or to clean up; and a rank that dies is
+noticed through its pidfd, whatever it dies of.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import CollectiveTimeoutError, TransportError
 from ..ops import native
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["SharedMemory", "share_memory"]
 
@@ -41,7 +41,9 @@ class SharedMemory(NamedTuple):
     cores: int  # the least that any rank may use
 
 
-def share_memory(store: Store, host: str, host_rank: int, host_ranks: int, cores: int, timeout_s: float) -> SharedMemory:
+def share_memory(
+    store: Store, host: str, host_rank: int, host_ranks: int, cores: int, timeout_s: float
+) -> SharedMemory:
     """Joins the ``host_ranks`` ranks of this host; every one of them calls it.
 
     Raises:
@@ -73,8 +75,8 @@ def _lead(store: Store, host: str, host_ranks: int, cores: int, deadline: float)
             except TimeoutError:
                 missing = sorted(set(range(1, host_ranks)) - set(peers))
                 raise CollectiveTimeoutError(
-                    f"init: local ranks {missing} of {host_ranks} on this host did not come in time; expected all of them to call "
-                    "pycomm.init; check that they started, or pass a longer timeout="
+                    f"init: local ranks {missing} of {host_ranks} on this host did not come in time; "
+                    "expected all of them to call pycomm.init; check that they started, or pass a longer timeout="
                 ) from None
             joined = _admit(connection, token, host_ranks, deadline)
             if joined is None or joined[0] in peers:
@@ -92,7 +94,9 @@ def _lead(store: Store, host: str, host_ranks: int, cores: int, deadline: float)
     return SharedMemory(memory, tuple(pidfds), tuple(pids), cores)
 
 
-def _admit(connection: socket.socket, token: bytes, host_ranks: int, deadline: float) -> tuple[int, int, int, int] | None:
+def _admit(
+    connection: socket.socket, token: bytes, host_ranks: int, deadline: float
+) -> tuple[int, int, int, int] | None:
     """Checks who connected; returns (rank, cores, pidfd, pid), or None for a stranger."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     connection.settimeout(min(5.0, max(0.001, deadline - time.monotonic())))
@@ -121,7 +125,10 @@ def _follow(store: Store, host: str, host_rank: int, host_ranks: int, cores: int
             socket.send_fds(connection, [_HELLO.pack(bytes.fromhex(token), host_rank, cores)], [own])
             ranks, cores = _WELCOME.unpack(_read(connection, _WELCOME.size))
             if ranks != host_ranks:
-                raise TransportError(f"init: this host has {host_ranks} ranks by the store, {ranks} by its first rank; start the job anew")
+                raise TransportError(
+                    f"init: this host has {host_ranks} ranks by the store, {ranks} by its first rank; "
+                    "start the job anew"
+                )
             pids = struct.unpack(f"<{host_ranks}i", _read(connection, 4 * host_ranks))
             memory, *pidfds = _receive_fds(connection, 1 + host_ranks)
         except (ConnectionError, TimeoutError) as error:

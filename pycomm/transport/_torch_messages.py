@@ -2,16 +2,21 @@
 
 [Note: framed messages]
 gloo ends the process if a message is longer than the buffer that waits for it, and tells nobody if it is shorter. So
-a message here is a *frame* of fixed size: its byte count and, if it fits, the data. What does not fit follows at once
-as a second message whose gloo tag is made of the caller's tag and the byte count. Both receives are posted at once, so
-two ranks that each send before they receive do not wait for each other; and messages of different sizes have different
-gloo tags, so a wrong one is never written into the receiver's buffer: the frame that came with it says what it is.
+a message here is a *frame* of fixed size: its byte count, its index among the messages of this sender with this tag,
+and, if it fits, the data. What does not fit follows at once as a second message, on a gloo tag made of the caller's
+tag, the index and the byte count. The receiver knows all three and posts both receives at once, so two ranks that each
+send before they receive do not wait for each other. If it expects another byte count, the data has another gloo tag and
+never gets into the receiver's buffer; the frame tells what came instead.
+
+A receive from any rank learns the index from the frame, so a helper thread has to post the second receive; and so has
+every later receive with that tag, as nobody knows which messages those from any rank will take.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FramedMessages", "PlainMessages"]
 
-_COUNT_BYTES = 8
+_HEADER_BYTES = 16
 _FRAME_BYTES = 256
-_INLINE_BYTES = _FRAME_BYTES - _COUNT_BYTES
-# Frames have the tags below, the data that follows them those above.
-_DATA_TAGS = 1 << 30
+_INLINE_BYTES = _FRAME_BYTES - _HEADER_BYTES
+_TAG_BITS = 15
+_DATA_TAGS = 1 << 30  # those of frames are below; gloo has 2^31
 
 
 class _Posted(Request):
@@ -165,20 +170,26 @@ class FramedMessages(_Messages):
 
     def __init__(self, transport: TorchTransport) -> None:
         super().__init__(transport)
-        self._refused: list[Any] = []  # what arrives in a wrong size, and receives that nothing will complete
+        self._sent: Counter[tuple[int, int]] = Counter()  # messages by (peer, tag)
+        self._asked: Counter[tuple[int, int]] = Counter()  # receives by (peer, tag)
+        self._any_tags: set[int] = set()
+        self._refused: list[object] = []  # memory that gloo may still write, or believes so
 
     def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
         _check_tag(tag)
         doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
         group = self._transport.open_group()
-        data = flat.view(torch.uint8)
+        data, index = flat.view(torch.uint8), self._sent[peer, tag]
+        self._sent[peer, tag] += 1
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        frame[:_COUNT_BYTES].view(torch.int64)[0] = data.numel()
-        if data.numel() <= _INLINE_BYTES:
-            frame[_COUNT_BYTES : _COUNT_BYTES + data.numel()].copy_(data)
+        frame[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor([data.numel(), index]))
+        is_inline = data.numel() <= _INLINE_BYTES
+        if is_inline:
+            frame[_HEADER_BYTES : _HEADER_BYTES + data.numel()].copy_(data)
         works = [self._post(lambda: group.send([frame], peer, tag), doing, peer)]
-        if data.numel() > _INLINE_BYTES:
-            works.append(self._post(lambda: group.send([data], peer, _data_tag(tag, data.numel())), doing, peer))
+        if not is_inline:
+            data_tag = _data_tag(tag, index, data.numel())
+            works.append(self._post(lambda: group.send([data], peer, data_tag), doing, peer))
 
         def finish(_: _Posted, left_s: float) -> None:
             deadline = time.monotonic() + left_s
@@ -191,41 +202,50 @@ class FramedMessages(_Messages):
         _check_tag(tag)
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)} with tag {tag}"
         group = self._transport.open_group()
-        known_peer = -1 if peer is None else peer
-
-        def post(buffer: torch.Tensor, on_tag: int) -> Any:
-            start = group.recv_anysource if peer is None else lambda tensors, tag_: group.recv(tensors, peer, tag_)
-            return self._post(lambda: start([buffer], on_tag), doing, known_peer)
-
-        data = flat.view(torch.uint8)
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-        first = post(frame, tag)
-        second = post(data, _data_tag(tag, data.numel())) if data.numel() > _INLINE_BYTES else None
+        if peer is None:
+            self._any_tags.add(tag)
+            work = self._post(lambda: group.recv_anysource([frame], tag), doing, -1)
+        else:
+            work = self._post(lambda: group.recv([frame], peer, tag), doing, peer)
+        data, follows = flat.view(torch.uint8), None
+        is_index_known = peer is not None and tag not in self._any_tags
+        if peer is not None and is_index_known:
+            index = self._asked[peer, tag]
+            self._asked[peer, tag] += 1
+            if data.numel() > _INLINE_BYTES:
+                follows = self._receive_data(data, peer, tag, index, doing)
 
         def finish(request: _Posted, left_s: float) -> None:
             deadline = time.monotonic() + left_s
-            _wait_for(first, frame, left_s)
-            request.source = int(first._source_rank()) if peer is None else peer
-            nbytes = int(frame[:_COUNT_BYTES].view(torch.int64)[0])
+            _wait_for(work, frame, left_s)
+            request.source = int(work._source_rank()) if peer is None else peer
+            nbytes, index = frame[:_HEADER_BYTES].view(torch.int64).tolist()
             if nbytes != data.numel():
-                self._refuse(nbytes, request.source, tag, (second, data))
+                self._refuse(nbytes, request.source, tag, index, (follows, data))
                 raise _wrong_size(self._transport.rank, request.source, tag, data.numel(), nbytes)
-            if second is None:
-                data.copy_(frame[_COUNT_BYTES : _COUNT_BYTES + nbytes])
+            if nbytes <= _INLINE_BYTES:
+                data.copy_(frame[_HEADER_BYTES : _HEADER_BYTES + nbytes])
                 return
-            _wait_for(second, data, deadline - time.monotonic())
-            if peer is None:  # two senders' frames and data may cross; the data counts
-                request.source = int(second._source_rank())
+            rest = self._receive_data(data, request.source, tag, index, doing) if follows is None else follows
+            _wait_for(rest, data, deadline - time.monotonic())
 
-        return _Posted(doing, known_peer, self._transport, finish)
+        request = _Posted(doing, -1 if peer is None else peer, self._transport, finish)
+        if not is_index_known:
+            request.test()  # starts the helper thread
+        return request
 
-    def _refuse(self, nbytes: int, source: int, tag: int, unused: tuple[Any, torch.Tensor]) -> None:
+    def _receive_data(self, data: torch.Tensor, peer: int, tag: int, index: int, doing: str) -> Any:
+        group, data_tag = self._transport.open_group(), _data_tag(tag, index, data.numel())
+        return self._post(lambda: group.recv([data], peer, data_tag), doing, peer)
+
+    def _refuse(self, nbytes: int, source: int, tag: int, index: int, unused: object) -> None:
         """Lets the sender of a message of the wrong size finish: takes its data into a buffer that nobody reads."""
         self._refused.append(unused)
         if nbytes > _INLINE_BYTES:
             sink = torch.empty(nbytes, dtype=torch.uint8)
-            group = self._transport.open_group()
-            self._refused.append((group.recv([sink], source, _data_tag(tag, nbytes)), sink))
+            work = self._receive_data(sink, source, tag, index, f"taking {nbytes} bytes in vain from rank {source}")
+            self._refused.append((work, sink))
 
 
 class _Done(Request):
@@ -281,14 +301,15 @@ def _wait_for(work: Any, _alive: object, left_s: float) -> None:
     work.wait(timeout_of(left_s))
 
 
-def _data_tag(tag: int, nbytes: int) -> int:
-    # Multiplying by a large odd number spreads byte counts over the tags; equal counts keep different tags apart.
-    return _DATA_TAGS + (tag + nbytes * 2_654_435_761) % _DATA_TAGS
+def _data_tag(tag: int, index: int, nbytes: int) -> int:
+    # Two messages under way may get the same, if rarely: both sides post them in the same order, so they still match.
+    low = (index + nbytes * 40_503 + (nbytes >> _TAG_BITS) * 7_919) % (1 << _TAG_BITS)
+    return _DATA_TAGS + (tag << _TAG_BITS) + low
 
 
 def _check_tag(tag: int) -> None:
-    if not 0 <= tag < _DATA_TAGS:
-        raise ConfigError(f"tag of a message over transport 'torch': expected 0 to {_DATA_TAGS - 1}, got {tag}")
+    if not 0 <= tag < 1 << _TAG_BITS:
+        raise ConfigError(f"tag of a message over transport 'torch': expected 0 to {(1 << _TAG_BITS) - 1}, got {tag}")
 
 
 def _name(peer: int | None) -> str:

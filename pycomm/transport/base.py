@@ -4,15 +4,19 @@ A transport joins the ranks of *one* group. It moves flat tensors: 1-D, contiguo
 conjugate or negation bits, on a device in ``devices``. The layer above (``collectives``) makes them so.
 
 [Note: transport contract]
-- **Threads.** One thread at a time calls a transport; ``collectives`` sees to it. Handles may be waited on from any thread.
+- **Threads.** One thread at a time calls a transport; ``collectives`` sees to it. Handles may be waited on from any
+  thread.
 - **Buffers.** A buffer handed to ``isend`` is not written, one handed to ``irecv`` or to a collective neither read nor
   written, until the handle is done or the collective has returned. The handle keeps the tensor alive.
-- **Order.** Messages between two ranks with the same tag arrive in the order they were sent. Sends to self work, once the
-  receive has been posted or in any order with ``isend``.
-- **Collectives** are called by every rank of the group in the same order. They block until the local result is complete.
-- **Timeouts.** ``timeout_s`` bounds the wait of one call. A call that runs out raises ``CollectiveTimeoutError``. It does
-  not cancel what already left: after it, the contents of the call's output are undefined and the group should be closed.
-- **Failure.** No call blocks for ever after a failure: a dead peer raises ``PeerLostError`` on every rank that waits for it.
+- **Order.** Messages between two ranks with the same tag arrive in the order they were sent. Sends to self work, once
+  the receive has been posted or in any order with ``isend``.
+- **Collectives** are called by every rank of the group in the same order. They block until the local result is
+  complete.
+- **Timeouts.** ``timeout_s`` bounds the wait of one call. A call that runs out raises ``CollectiveTimeoutError``. It
+  does not cancel what already left: after it, the contents of the call's output are undefined and the group should be
+  closed.
+- **Failure.** No call blocks for ever after a failure: a dead peer raises ``PeerLostError`` on every rank that waits
+  for it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +39,9 @@ class Request(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Moves the message forward if it can and says whether it is complete. Never blocks. Raises what ``wait`` raises."""
+        """Moves the message forward if it can and says whether it is complete. Never blocks. Raises what ``wait``
+        raises.
+        """
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
@@ -48,9 +54,10 @@ class Transport(ABC):
     ``native`` names the collectives that the transport carries itself; for the others the executor runs a plan over
     ``isend`` and ``irecv``. ``supports`` narrows that by element type and operator.
 
-    ``fast`` holds short cuts of some verbs: callables that take the *user's own* arguments (any object, not a flat tensor)
-    and answer True if that was an ordinary tensor and the collective is done, False if nothing has happened yet and the
-    ordinary path must serve (it also words the error). They are what a call of a few hundred nanoseconds is made of.
+    ``fast`` holds short cuts of some verbs: callables that take the *user's own* arguments (any object, not a flat
+    tensor) and answer True if that was an ordinary tensor and the collective is done, False if nothing has happened
+    yet and the ordinary path must serve (it also words the error). They are what a call of a few hundred nanoseconds
+    is made of.
     """
 
     name: ClassVar[str]
@@ -73,10 +80,11 @@ class Transport(ABC):
 
     @abstractmethod
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
-        """Starts receiving into ``flat (numel,)`` from rank ``peer``, or from any rank if None; the request then has ``source``.
+        """Starts receiving into ``flat (numel,)`` from rank ``peer``, or from any rank if None; the request then has
+        ``source``.
 
-        A message of another byte count than ``flat`` raises ``CollectiveMismatchError`` from the request, and no byte of
-        it is written.
+        A message of another byte count than ``flat`` raises ``CollectiveMismatchError`` from the request, and no byte
+        of it is written.
         """
 
     # -- collectives carried whole; called only if ``supports`` says so ----------------------------------------------
@@ -96,7 +104,9 @@ class Transport(ABC):
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
-        """``output (numel,)`` = reduction of every rank's ``input (world_size * numel,)``, of which this rank keeps its part."""
+        """``output (numel,)`` = reduction of every rank's ``input (world_size * numel,)``, of which this rank keeps
+        its part.
+        """
         raise NotImplementedError
 
     def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
@@ -119,11 +129,15 @@ class Transport(ABC):
         raise NotImplementedError
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
-        """On ``root``, ``output (world_size * numel,)`` = the ranks' ``input (numel,)``; elsewhere ``output`` is None."""
+        """On ``root``, ``output (world_size * numel,)`` = the ranks' ``input (numel,)``; elsewhere ``output`` is
+        None.
+        """
         raise NotImplementedError
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
-        """``output (numel,)`` = this rank's part of the root's ``input (world_size * numel,)``; elsewhere ``input`` is None."""
+        """``output (numel,)`` = this rank's part of the root's ``input (world_size * numel,)``; elsewhere ``input``
+        is None.
+        """
         raise NotImplementedError
 
     def barrier(self, timeout_s: float | None) -> None:
@@ -134,7 +148,8 @@ class Transport(ABC):
 
     @abstractmethod
     def split(self, ranks: Sequence[int] | None, key: int) -> Transport | None:
-        """A transport of the same kind joining ``ranks`` of this group, in that order; None on a rank that is not among them.
+        """A transport of the same kind joining ``ranks`` of this group, in that order; None on a rank that is not
+        among them.
 
         Called by every rank of this group that is alive, members or not (those pass their own list, or None). ``key``
         counts such calls and is the same on every rank, so that a transport needs no exchange to name the new group.

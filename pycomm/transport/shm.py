@@ -1,8 +1,8 @@
 """Shared memory between the ranks of one host: the default there, and the fastest.
 
-The ranks share one memfd (``_handoff`` says how they come by it); the protocol is native (``csrc/shm``). Every collective is
-carried whole; point-to-point messages go through a ring of bytes for each pair. A rank that dies is noticed by its pidfd
-within about ten milliseconds by every rank that waits.
+The ranks share one memfd (``_handoff`` says how they come by it); the protocol is native (``csrc/shm``). Every
+collective is carried whole; point-to-point messages go through a ring of bytes for each pair. A rank that dies is
+noticed by its pidfd within about ten milliseconds by every rank that waits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,7 +44,9 @@ _CODES = {getattr(torch, name): dtype.code for name in dir(torch) if (dtype := d
 
 
 class _Host:
-    """What the groups of this process share: the memory and the processes of its host's ranks. Closed with the last of them."""
+    """What the groups of this process share: the memory and the processes of its host's ranks. Closed with the last
+    of them.
+    """
 
     def __init__(self, fd: int, pidfds: Sequence[int], pids: Sequence[int], is_oversubscribed: bool, rank: int) -> None:
         self.fd = fd
@@ -60,15 +62,15 @@ class _Host:
                 os.close(fd)
 
 
-
-
 class ShmTransport(Transport):
     """Joins ranks of one host through the host's memory."""
 
     name = "shm"
     native = _VERBS
 
-    def __init__(self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float) -> None:
+    def __init__(
+        self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.world_size = len(host_ranks)
         self.timeout_s = timeout_s
@@ -90,18 +92,24 @@ class ShmTransport(Transport):
             is_oversubscribed=host.is_oversubscribed,
             heaps=host.heaps,
         )
-        self.fast: Mapping[str, Callable[..., bool]] = MappingProxyType(self._group.short_cuts(torch.Tensor, torch.nn.Parameter))
+        self.fast: Mapping[str, Callable[..., bool]] = MappingProxyType(
+            self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
+        )
 
     @property
     def line_ns(self) -> float:
-        """One-way latency of a cache line to the neighbouring rank, in nanoseconds, as measured last; 0 if it was not."""
+        """One-way latency of a cache line to the neighbouring rank, in nanoseconds, as measured last; 0 if it was
+        not.
+        """
         return float(self._group.line_ns)
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
         return verb in _VERBS and dtype in _CODES
 
     def allocate(self, nbytes: int) -> Any:
-        """Returns memory that every rank of the host can reach: an object with the buffer protocol, given back when dropped."""
+        """Returns memory that every rank of the host can reach: an object with the buffer protocol, given back when
+        dropped.
+        """
         return self._host.heaps.allocate(nbytes)
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -117,7 +125,14 @@ class ShmTransport(Transport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, root: int, timeout_s: float | None
     ) -> None:
         self._group.reduce(
-            output.data_ptr(), input.data_ptr(), input.numel(), _CODES[input.dtype], int(op), factor, root, timeout_s or 0.0
+            output.data_ptr(),
+            input.data_ptr(),
+            input.numel(),
+            _CODES[input.dtype],
+            int(op),
+            factor,
+            root,
+            timeout_s or 0.0,
         )
 
     def reduce_scatter_single(
@@ -131,7 +146,9 @@ class ShmTransport(Transport):
         self._group.broadcast(flat.data_ptr(), flat.numel(), _CODES[flat.dtype], root, timeout_s or 0.0)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
-        self._group.all_gather(output.data_ptr(), input.data_ptr(), input.numel(), _CODES[input.dtype], timeout_s or 0.0)
+        self._group.all_gather(
+            output.data_ptr(), input.data_ptr(), input.numel(), _CODES[input.dtype], timeout_s or 0.0
+        )
 
     def all_to_all_single(
         self,
@@ -142,7 +159,12 @@ class ShmTransport(Transport):
         timeout_s: float | None,
     ) -> None:
         self._group.all_to_all(
-            output.data_ptr(), input.data_ptr(), list(output_splits), list(input_splits), _CODES[input.dtype], timeout_s or 0.0
+            output.data_ptr(),
+            input.data_ptr(),
+            list(output_splits),
+            list(input_splits),
+            _CODES[input.dtype],
+            timeout_s or 0.0,
         )
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
@@ -162,7 +184,9 @@ class ShmTransport(Transport):
         return _ShmRequest(self, flat, self._group.send(flat.data_ptr(), flat.nbytes, peer, tag))
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
-        return _ShmRequest(self, flat, self._group.receive(flat.data_ptr(), flat.nbytes, -1 if peer is None else peer, tag))
+        return _ShmRequest(
+            self, flat, self._group.receive(flat.data_ptr(), flat.nbytes, -1 if peer is None else peer, tag)
+        )
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +195,9 @@ class ShmTransport(Transport):
             return None
         area = self._group.area_of_child(ranks[0], key)
         members = [self._host_ranks[r] for r in ranks]
-        return ShmTransport(self._host, members, list(ranks).index(self.rank), f"{self._name}/{key}", area, self.timeout_s)
+        return ShmTransport(
+            self._host, members, list(ranks).index(self.rank), f"{self._name}/{key}", area, self.timeout_s
+        )
 
     def close(self) -> None:
         self._group.close()
@@ -201,12 +227,14 @@ def connect(spec: ConnectSpec) -> ShmTransport:
     host = spec.host_ids[spec.rank]
     if any(other != host for other in spec.host_ids):
         raise ConfigError(
-            f"init: rank {spec.rank}: transport 'shm' joins the ranks of one host, but they are on {len(set(spec.host_ids))}; "
-            "use transport='auto', 'torch' or 'mpi'"
+            f"init: rank {spec.rank}: transport 'shm' joins the ranks of one host, "
+            f"but they are on {len(set(spec.host_ids))}; use transport='auto', 'torch' or 'mpi'"
         )
     limit = int(native().SHM_MAX_RANKS)
     if spec.world_size > limit:
-        raise ConfigError(f"init: transport 'shm' joins up to {limit} ranks, got {spec.world_size}; use transport='mpi' or 'torch'")
+        raise ConfigError(
+            f"init: transport 'shm' joins up to {limit} ranks, got {spec.world_size}; use transport='mpi' or 'torch'"
+        )
     memory = share_memory(spec.store, host, spec.rank, spec.world_size, available_cores(), spec.timeout_s)
     joined = _Host(memory.fd, memory.pidfds, memory.pids, spec.world_size > memory.cores, spec.rank)
     return ShmTransport(joined, range(spec.world_size), spec.rank, "world", 0, spec.timeout_s)

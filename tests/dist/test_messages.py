@@ -14,7 +14,7 @@ from pycomm.collectives.context import default_group
 from pycomm.transport import Transport
 
 WRAPPERS = [param for param in transport_params() if param.values[0] in ("torch", "mpi")]
-NUMELS = (0, 1, 31, 248, 249, 1000, 300_007)  # 248 bytes is the most that travels inside a frame of transport torch
+NUMELS = (0, 1, 31, 240, 241, 1000, 300_007)  # 240 bytes is the most that travels inside a frame of transport torch
 
 
 def my_transport() -> Transport:
@@ -72,6 +72,15 @@ def receive_from_anyone(rank: int) -> None:
         assert sorted(receive.source for receive in receives) == [1, 2]
         for receive, flat in zip(receives, flats, strict=True):
             assert torch.equal(flat, numbers(receive.source, numel))
+    # From now on also receives from a given rank, and ranks that send before they receive.
+    peers = [peer for peer in range(3) if peer != rank]
+    sends = [transport.isend(numbers(rank, 300_007), peer, 9) for peer in peers]
+    flats = [torch.empty(300_007, dtype=torch.uint8) for _ in peers]
+    receives = [transport.irecv(flat, peer, 9) for flat, peer in zip(flats, peers, strict=True)]
+    for request in [*sends, *receives]:
+        request.wait()
+    for peer, flat in zip(peers, flats, strict=True):
+        assert torch.equal(flat, numbers(peer, 300_007))
 
 
 def refuse_other_sizes(rank: int) -> None:
@@ -88,7 +97,14 @@ def refuse_other_sizes(rank: int) -> None:
         with pytest.raises(CollectiveMismatchError):
             receive.test()
         assert flat.eq(77).all()
-    exchange_everything(rank)  # and the transport goes on working
+    # And the transport goes on working, also for the sizes that were expected in vain.
+    for numel in (4000, 5000, 8, 4000):
+        if rank == 0:
+            transport.isend(numbers(0, numel), 1, 3).wait()
+        else:
+            flat = torch.empty(numel, dtype=torch.uint8)
+            transport.irecv(flat, 0, 3).wait()
+            assert torch.equal(flat, numbers(0, numel))
 
 
 def poll_until_done(rank: int) -> None:

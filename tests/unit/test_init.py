@@ -136,19 +136,25 @@ def test_closing_a_group_closes_those_made_from_it() -> None:
 
 
 def test_a_fork_is_no_rank() -> None:
-    with pycomm.init("local", store=dist.HashStore(), rank=0, world_size=1):
-        pass
-    pycomm.init()
-    try:
-        if pycomm.init.__globals__["state"].world is pycomm.NON_MEMBER:
-            pytest.skip("a world of one that belongs to this thread alone")
+    with pycomm.init():
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if not pycomm.is_initialized() else 1)
+            os._exit(1 if pycomm.is_initialized() else 0)
         assert os.waitpid(pid, 0)[1] == 0
         assert pycomm.is_initialized()
-    finally:
-        pycomm.finalize()
+        pycomm.all_reduce(torch.ones(2))  # the child took nothing with it
+
+
+def test_it_says_what_it_found_when_asked() -> None:
+    code = "import pycomm; pycomm.init('local'); print(pycomm.world_size())"
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    for level, expected in (("info", ["launcher none: rank 0 of 1", "joined by transport local"]), ("", [])):
+        result = subprocess.run(
+            [sys.executable, "-c", code], env={**clean, "PYCOMM_LOG": level}, capture_output=True, text=True, timeout=60
+        )
+        assert result.stdout == "1\n", result.stderr
+        assert bool(result.stderr) == bool(expected), result.stderr
+        assert all(text in result.stderr for text in expected), result.stderr
 
 
 def test_joins_an_initialized_torch_distributed() -> None:

@@ -80,7 +80,9 @@ def test_another_size_is_an_error_and_writes_nothing(send_first: bool) -> None:
 def test_timeout_says_what_was_waited_for() -> None:
     a, _ = LocalWorld(2, timeout_s=30.0).transports
     start = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError, match="rank 0 waited 0.05 s for a message of 4 bytes from rank 1 with tag 3"):
+    with pytest.raises(
+        CollectiveTimeoutError, match="rank 0 waited 0.05 s for a message of 4 bytes from rank 1 with tag 3"
+    ):
         a.irecv(torch.zeros(1), 1, tag=3).wait(0.05)
     assert time.monotonic() - start < 5.0
 
