@@ -29,8 +29,7 @@ def seconds(timeout: float | timedelta) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of ``pycomm.init``. A field that is not given comes from its ``PYCOMM_*`` variable, else from its
-    default.
+    """Settings of ``pycomm.init``; a field not given comes from its ``PYCOMM_*`` variable, else from its default.
 
     ``transport`` is a registered name or "auto"; ``timeout_s`` bounds the wait of one call, in seconds; ``log`` is a
     level of the logger "pycomm". Raises ConfigError if a value cannot be used.

@@ -17,10 +17,7 @@ __all__ = ["VARIABLES", "Variable", "is_set", "read"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """One environment variable:
-
-    its ``name``, how its text is read, the ``default`` when it is unset, and its ``meaning``.
-    """
+    """One environment variable: ``name``, how its text is read, the ``default`` when unset, and its ``meaning``."""
 
     name: str
     parse: Callable[[str], Any]

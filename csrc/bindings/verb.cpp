@@ -20,6 +20,7 @@ struct Verb {
   PyObject* function;   // the ordinary path
   PyObject* state;      // has the default group as its attribute `world`
   PyObject* short_cut;  // name of the group's attribute
+  int takes_group;      // whether the arguments mean the same in a group that is named
   PyObject* dict;       // __name__, __doc__, __wrapped__, ...
   PyObject* weakrefs;
 };
@@ -32,7 +33,7 @@ PyObject* find_short_cut(const Verb* self, PyObject* const* args, Py_ssize_t cou
   PyObject* group = nullptr;
   if (keywords == nullptr || PyTuple_GET_SIZE(keywords) == 0) {
     group = PyObject_GetAttr(self->state, name_world);
-  } else if (PyTuple_GET_SIZE(keywords) == 1 && PyTuple_GET_ITEM(keywords, 0) == name_group) {
+  } else if (self->takes_group && PyTuple_GET_SIZE(keywords) == 1 && PyTuple_GET_ITEM(keywords, 0) == name_group) {
     group = args[count] == Py_None ? PyObject_GetAttr(self->state, name_world) : Py_NewRef(args[count]);
   }
   if (group == nullptr) return nullptr;
@@ -57,13 +58,15 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, Py
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *function, *state, *short_cut;
-  if (!PyArg_ParseTuple(args, "OOU:Verb", &function, &state, &short_cut)) return nullptr;
+  int takes_group;
+  if (!PyArg_ParseTuple(args, "OOUp:Verb", &function, &state, &short_cut, &takes_group)) return nullptr;
   auto* const self = reinterpret_cast<Verb*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = call;
   self->function = Py_NewRef(function);
   self->state = Py_NewRef(state);
   self->short_cut = Py_NewRef(short_cut);
+  self->takes_group = takes_group;
   PyUnicode_InternInPlace(&self->short_cut);
   self->dict = PyDict_New();
   return reinterpret_cast<PyObject*>(self);
@@ -99,6 +102,10 @@ void destroy(PyObject* object) {
 
 PyObject* represent(PyObject* object) { return PyObject_Repr(reinterpret_cast<Verb*>(object)->function); }
 
+// Pickles as functions do: by name.
+PyObject* reduce(PyObject* object, PyObject*) { return PyObject_GetAttrString(object, "__qualname__"); }
+
+PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, vectorcall), READONLY, nullptr},
     {"__dictoffset__", T_PYSSIZET, offsetof(Verb, dict), READONLY, nullptr},
@@ -114,6 +121,7 @@ PyType_Slot slots[] = {
     {Py_tp_clear, reinterpret_cast<void*>(clear)},
     {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
     {Py_tp_repr, reinterpret_cast<void*>(represent)},
+    {Py_tp_methods, methods},
     {Py_tp_members, members},
     {Py_tp_getset, properties},
     {0, nullptr},

@@ -21,7 +21,7 @@ constexpr const char* kDTypeNames[] = {"uint8", "int8", "uint16", "int16", "uint
 constexpr const char* kOpNames[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG", "PREMUL_SUM"};
 
 constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
-constexpr std::size_t kLinesAhead = 4;           // of a payload, to ask for while waiting
+constexpr std::size_t kLinesAhead = 16;           // of a payload, to ask for while waiting
 constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
 constexpr int kAttempts = 4;
 constexpr int kPings = 8;

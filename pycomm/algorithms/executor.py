@@ -70,10 +70,10 @@ def choose_algorithm(transport: Transport, collective: Collective, algorithm: st
 
 
 def execute(transport: Transport, collective: Collective, algorithm: str, timeout_s: float | None) -> None:
-    """Runs ``collective`` by ``algorithm``, a result of ``choose_algorithm``; returns when the local result is
-    complete.
+    """Runs ``collective`` by ``algorithm``, a result of ``choose_algorithm``.
 
-    Raises the TransportErrors of the transport. ``timeout_s`` None means the transport's own.
+    Returns when the local result is complete. Raises the TransportErrors of the transport. ``timeout_s`` None means the
+    transport's own.
     """
     if algorithm == "native":
         _execute_native(transport, collective, timeout_s)
@@ -123,10 +123,7 @@ def _reduce(buffers: _Buffers, action: Reduce, op: ReduceOp | None, factors: Seq
 
 
 def _exchange_factors(transport: Transport, collective: Collective, algorithm: str, deadline: float) -> list[float]:
-    """Returns every rank's factor:
-
-    the reduction scales in full precision, so no rank scales (and rounds) before it sends.
-    """
+    """Returns every rank's factor, so that the reduction scales, and no rank has to round before it sends."""
     device = "cpu" if collective.input is None else collective.input.device
     gathered = torch.empty(transport.world_size, dtype=torch.float64, device=device)
     mine = torch.tensor([collective.factor], dtype=torch.float64, device=device)

@@ -82,8 +82,7 @@ Action = Send | Recv | Reduce | Copy
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange: all ``transfers`` are under way together; once all are complete, the ``local`` actions run in
-    order.
+    """One exchange: ``transfers`` that are under way together, and ``local`` actions, in order, once all are complete.
 
     Messages between two ranks match in the order in which both list them.
     """

@@ -28,10 +28,7 @@ class _Bucket:
 
 
 class Coalescing:
-    """What ``with coalescing() as manager`` gives:
-
-    collects all_reduces, and is waited on if they run asynchronously.
-    """
+    """Collects the all_reduces made inside ``coalescing()``; waited on afterwards if they run asynchronously."""
 
     def __init__(self, group: Group, async_op: bool) -> None:
         self._group = group
@@ -59,7 +56,8 @@ class Coalescing:
     def flush(self) -> None:
         """Runs what was collected, one call a bucket, in the order in which the buckets began."""
         for (_, _, op, factor, options), bucket in self._buckets.items():
-            parts, fused = _fuse(bucket.flats)
+            with self._group.scope("all_reduce"):
+                parts, fused = _fuse(bucket.flats)
             work = run_all_reduce(self._group, parts, fused, op, factor, options, self._is_async, bucket.results)
             if work is not None:
                 self._works.append(work)

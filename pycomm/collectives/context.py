@@ -139,8 +139,7 @@ def _forget(group: ProcessGroup) -> None:
 def root_rank(
     group: Group, global_rank: int | None, group_rank: int | None, word: str, default: int | None = None
 ) -> int:
-    """Returns the root's rank in ``group`` from ``src``/``dst`` (global) or ``group_src``/``group_dst``, whichever is
-    given.
+    """Returns the root's rank in ``group``, from its global rank or its rank in the group, whichever is given.
 
     ``word`` is "src" or "dst"; ``default`` is the global rank if neither is given. Raises ConfigError.
     """

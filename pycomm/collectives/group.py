@@ -30,9 +30,9 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class Call(NamedTuple):
-    """One call of a verb, ready to run:
+    """One call of a verb, ready to run.
 
-    its ``collectives`` in order, then ``finishes``, then ``result`` for its handle.
+    First its ``collectives``, in order, then ``finishes``; ``result`` is what its handle returns.
     """
 
     verb: str
@@ -119,10 +119,7 @@ class Group:
 
     @property
     def control_device(self) -> torch.device:
-        """Where small tensors of our own go:
-
-        host memory, or this process's GPU if the transport carries nothing else.
-        """
+        """Where small tensors of our own go: host memory, or this process's GPU if the transport has nothing else."""
         return (
             torch.device("cpu")
             if "cpu" in self.transport.devices
@@ -173,10 +170,7 @@ class Group:
         return work
 
     def settle(self) -> None:
-        """Waits until no asynchronous call is outstanding:
-
-        the turn of a synchronous one. Each is bounded by its timeout.
-        """
+        """Waits until no asynchronous call, each bounded by its timeout, is outstanding: the turn of the next one."""
         last = self._last_async
         if last is None:
             return
@@ -194,15 +188,14 @@ class Group:
         if self._is_closed:
             raise TransportError(f"group {self.name!r} is closed on rank {self.rank}; make a new one")
 
-    def located(self, verb: str, seq: int | None = None) -> Located:
-        """Returns a context that adds to pycomm's errors where they happened."""
-        return Located(self, verb, seq)
+    def scope(self, verb: str, seq: int | None = None) -> Scope:
+        """Returns the context that a call runs in."""
+        return Scope(self, verb, seq)
 
     def _perform(self, call: Call, algorithms: Sequence[str], seq: int) -> None:
         start_ns = time.perf_counter_ns()
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        # inference_mode: results may go to inference tensors too, and nothing here is for autograd.
-        with self.located(call.verb, seq), torch.inference_mode():
+        with self.scope(call.verb, seq):
             for collective, algorithm in zip(call.collectives, algorithms, strict=True):
                 execute(self.transport, collective, algorithm, timeout_s)
             for finish in call.finishes:
@@ -273,8 +266,7 @@ class Group:
         self._hooks = tuple(hooks)
         self._refresh_fast()
 
-    # -- coalescing, see coalescing.py
-    # ----------------------------------------------------------------------------------
+    # -- coalescing, see coalescing.py --------------------------------------------------------------------------------
 
     @property
     def pending(self) -> Any:
@@ -286,8 +278,7 @@ class Group:
         self._pending = context
         self._refresh_fast()
 
-    # -- other groups, and the end
-    # --------------------------------------------------------------------------------------
+    # -- other groups, and the end ------------------------------------------------------------------------------------
 
     def subgroup(self, group_ranks: Sequence[int] | None, name: str | None, timeout: Any = None) -> Group | None:
         """Makes a group of members of this one, given by their ranks in it, in that order; None on ranks outside.
@@ -297,7 +288,7 @@ class Group:
         self.check_open()
         self.settle()
         self._splits += 1
-        with self.located("new_group"), torch.inference_mode():
+        with self.scope("new_group"):
             transport = self.transport.split(group_ranks, self._splits)
         if transport is None or group_ranks is None:
             return None
@@ -338,20 +329,29 @@ class Group:
         self.close()
 
 
-class Located(AbstractContextManager[None]):
-    """Adds rank, group, verb and sequence number to the message of a pycomm error that passes through, once."""
+class Scope(AbstractContextManager[None]):
+    """What every call runs in: pycomm's errors say where they happened, once, and tensors made here are ordinary.
 
-    __slots__ = ("_group", "_seq", "_verb")
+    Ordinary also under the caller's ``torch.inference_mode()``: other threads may have to write them.
+    """
+
+    __slots__ = ("_group", "_mode", "_seq", "_verb")
 
     def __init__(self, group: Group, verb: str, seq: int | None) -> None:
         self._group = group
         self._verb = verb
         self._seq = seq
+        self._mode: torch.inference_mode | None = None
 
     def __enter__(self) -> None:
-        return None
+        if torch.is_inference_mode_enabled():
+            self._mode = torch.inference_mode(False)
+            self._mode.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, tb)
+            self._mode = None
         if not isinstance(error, PycommError) or getattr(error, "_is_located", False):
             return
         group = self._group

@@ -111,8 +111,7 @@ def new_group(
     group: Any = None,
     name: str | None = None,
 ) -> Group | NonMember:
-    """Makes a group of ``ranks`` (global, None for all; ordered by rank), on the transport of ``group`` (the default
-    one).
+    """Makes a group of ``ranks`` (global, None for all; ordered by rank), on the transport of ``group``.
 
     Called by every rank of ``group``; those outside get NON_MEMBER. Raises ConfigError for ranks that do not exist or
     repeat.
@@ -122,7 +121,7 @@ def new_group(
         raise ConfigError(
             f"new_group: a group uses the transport of its parent, {parent.transport.name!r}; got {backend!r}"
         )
-    with parent.located("new_group"):
+    with parent.scope("new_group"):
         members = list(parent.ranks) if ranks is None else sorted(ranks)
         if not members or len(set(members)) != len(members):
             raise ConfigError(f"ranks: expected at least one rank and none twice, got {list(ranks or [])}")
@@ -255,9 +254,7 @@ def _set_exit_handlers() -> None:
 
 
 def _disown() -> None:
-    """In a forked child: it is no rank. The parent's objects stay, unused, so that nothing of theirs is closed from
-    here.
-    """
+    """Makes a forked child no rank. It keeps the parent's objects, unused, so that it closes nothing of theirs."""
     _inherited.append((state.world, dict(state.torch_groups)))
     state.world = NON_MEMBER
     state.torch_groups.clear()

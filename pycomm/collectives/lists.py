@@ -27,7 +27,7 @@ def all_gather(
 ) -> Work | None:
     """Fills ``tensor_list[r]`` with the ``tensor`` of rank r, for every r. Sizes may differ from rank to rank."""
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("all_gather"):
+    with g.scope("all_gather"):
         outputs = _tensors(g, tensor_list, "tensor_list", writes=True)
         own = as_tensor(tensor, "tensor", writes=False)
         _check_like(own, outputs, "tensor", "tensor_list")
@@ -62,7 +62,7 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduces ``input_list[r]`` over all ranks into the ``output`` of rank r. Sizes may differ from rank to rank."""
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("reduce_scatter"):
+    with g.scope("reduce_scatter"):
         reduce_op, factor = parse_op(op)
         inputs = _tensors(g, input_list, "input_list", writes=False)
         own = as_tensor(output, "output", writes=True)
@@ -102,7 +102,7 @@ def all_to_all(
 ) -> Work | None:
     """Sends ``input_tensor_list[r]`` to rank r and receives ``output_tensor_list[r]`` from it. Sizes may differ."""
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("all_to_all"):
+    with g.scope("all_to_all"):
         outputs = _tensors(g, output_tensor_list, "output_tensor_list", writes=True)
         inputs = _tensors(g, input_tensor_list, "input_tensor_list", writes=False)
         _check_like(outputs[0], inputs, "output_tensor_list[0]", "input_tensor_list")
@@ -134,7 +134,7 @@ def gather(
 ) -> Work | None:
     """Fills ``gather_list[r]`` on the root (default: global rank 0) with the ``tensor`` of rank r, all of one size."""
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("gather"):
+    with g.scope("gather"):
         root = root_rank(g, dst, group_dst, "dst", default=0)
         own = as_tensor(tensor, "tensor", writes=False)
         flat = flatten(own, reads=True, writes=False, devices=g.transport.devices)
@@ -161,7 +161,7 @@ def scatter(
 ) -> Work | None:
     """Fills ``tensor`` on rank r with ``scatter_list[r]`` of the root (default: global rank 0), all of one size."""
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("scatter"):
+    with g.scope("scatter"):
         root = root_rank(g, src, group_src, "src", default=0)
         own = as_tensor(tensor, "tensor", writes=True)
         out = flatten(own, reads=False, writes=True, devices=g.transport.devices)

@@ -27,7 +27,7 @@ _MAX_TAG = 32765
 def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
     """Starts sending ``tensor``; it must not be changed until the returned Work is complete."""
     g = resolve(group)
-    with g.located("isend"):
+    with g.scope("isend"):
         peer = root_rank(g, dst, group_dst, "dst")
         t = as_tensor(tensor, "tensor", writes=False)
         return _start(g, "isend", t, peer, _checked_tag(tag), tensor)
@@ -39,7 +39,7 @@ def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, 
     The data is there once the Work was waited on.
     """
     g = resolve(group)
-    with g.located("irecv"):
+    with g.scope("irecv"):
         is_any = src is None and group_src is None
         peer = None if is_any else root_rank(g, src, group_src, "src")
         t = as_tensor(tensor, "tensor", writes=True)
@@ -78,9 +78,9 @@ def recv(
 
 
 class P2POp:
-    """One message of ``batch_isend_irecv``:
+    """One message of ``batch_isend_irecv``.
 
-    ``op`` is ``isend`` or ``irecv`` (ours or torch's), ``peer`` a global rank.
+    ``op`` is ``isend`` or ``irecv`` (ours or torch's), ``peer`` a global rank, ``group_peer`` one of the group.
     """
 
     def __init__(
@@ -128,17 +128,16 @@ def _start(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
     is_receive = verb == "irecv"
     flat = flatten(tensor, reads=not is_receive, writes=is_receive, devices=g.transport.devices)
     g.settle()
-    with torch.inference_mode():
-        if is_receive:
-            request = g.transport.irecv(flat.tensor, peer, tag)
-        else:
-            assert peer is not None
-            request = g.transport.isend(flat.tensor, peer, tag)
+    if is_receive:
+        request = g.transport.irecv(flat.tensor, peer, tag)
+    else:
+        assert peer is not None
+        request = g.transport.isend(flat.tensor, peer, tag)
     whom = "any rank" if peer is None else f"rank {peer}"
     description = (
         f"{verb} {'from' if is_receive else 'to'} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
     )
-    return RequestWork(description, request, flat.finish, result, lambda rank: g.ranks[rank], g.located(verb))
+    return RequestWork(description, request, flat.finish, result, lambda rank: g.ranks[rank], g.scope(verb))
 
 
 def _checked_tag(tag: int) -> int:

@@ -1,8 +1,8 @@
-"""Makes any argument of a verb *flat*: a 1-D, contiguous, dense tensor without autograd, sharing the caller's memory if
-it can.
+"""Makes any argument of a verb *flat*: a 1-D, contiguous, dense tensor without autograd.
 
-What cannot be right raises ConfigError here, before a byte moves: sparse, meta and quantized tensors, wrappers without
-memory of their own, results that overlap themselves or one another, arrays that are read-only.
+It shares the caller's memory if it can. What cannot be right raises ConfigError here, before a byte moves: sparse, meta
+and quantized tensors, wrappers without memory of their own, results that overlap themselves or one another, arrays that
+are read-only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def as_tensor(value: Any, name: str, *, writes: bool) -> torch.Tensor:
             f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}; "
             f"of a DTensor pass .to_local()"
         )
-    tensor = tensor.detach() if tensor.requires_grad else tensor
+    tensor = tensor.detach()  # also a view made under no_grad may be written then
+    if tensor.is_inference():
+        tensor = _ordinary(tensor)
     if writes and not tensor.is_contiguous():
         _check_own_overlap(tensor, name)
     return tensor
@@ -165,6 +167,14 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str, writes: bool) -> torch.T
             f"{name}: negative strides {array.strides} cannot receive a result; pass np.ascontiguousarray of it"
         )
     return torch.from_numpy(array)
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an inference tensor's memory as a tensor that may be written outside of inference mode too."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    alias = alias.conj() if tensor.is_conj() else alias
+    return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 def _staged(tensor: torch.Tensor, reads: bool, writes: bool) -> Flat:

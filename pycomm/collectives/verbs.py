@@ -6,24 +6,25 @@ ranks, ``group_src`` and ``group_dst`` ranks of the group. Tensors may be torch 
 ``__dlpack__`` or ``__cuda_array_interface__``. Arguments that cannot be right raise ConfigError before a byte moves.
 
 [Note: short cuts]
-The first lines of the hot verbs are a transport's short cut: no checks of ours, one call with the user's own arguments.
-It answers False if it has done nothing, because the call is not ordinary, and the second half of the verb then serves.
+In front of the hot verbs stands a transport's short cut: no checks of ours, one native call with the user's own
+arguments. It answers False if it has done nothing, because the call is not ordinary; then the function below serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Unpack
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 
 from ..algorithms.executor import Collective
-from ..errors import ConfigError
+from ..errors import ConfigError, NativeUnavailableError
+from ..ops import native
 from ..ops.reduce import reduce_supported
 from ..types import ReduceOp
 from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve, root_rank, state
 from .group import Call, Group
-from .hooks import not_now
 from .tensors import Flat, as_tensor, check_in_place, flatten
 from .work import Work
 
@@ -41,17 +42,27 @@ __all__ = [
 ]
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _with_short_cut(name: str, takes_group: bool = True) -> Callable[[_Function], _Function]:
+    """Puts the group's short cut ``name`` in front of a verb: a native object that calls the one, or the other."""
+
+    def decorate(function: _Function) -> _Function:
+        try:
+            verb = native().Verb(function, state, name, takes_group)
+        except NativeUnavailableError:  # then no transport has short cuts either
+            return function
+        return cast(_Function, functools.update_wrapper(verb, function))
+
+    return decorate
+
+
+@_with_short_cut("fast_all_reduce")
 def all_reduce(
     tensor: Any, op: OpLike = ReduceOp.SUM, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Work | None:
     """Reduces ``tensor`` over all ranks, in place on every rank. 16- and 8-bit floats accumulate in float32."""
-    if not async_op and not options:
-        try:
-            fast = (state.world if group is None else group).fast_all_reduce
-        except AttributeError:  # a torch ProcessGroup, for one
-            fast = not_now
-        if fast(tensor, op):
-            return None
     return _all_reduce(tensor, op, resolve(group), async_op, parse_options(**options))
 
 
@@ -62,6 +73,8 @@ def all_reduce_mean(
     return all_reduce(tensor, ReduceOp.AVG, group, async_op, **options)
 
 
+# Of a named group the short cut wants the root's rank in it, so only the default group has one.
+@_with_short_cut("fast_broadcast", takes_group=False)
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -71,11 +84,8 @@ def broadcast(
     **options: Unpack[CallOptions],
 ) -> Work | None:
     """Copies ``tensor`` of the root to every rank."""
-    # In the default group global ranks are group ranks, so no translation is due.
-    if group is None and not async_op and not options and group_src is None and state.world.fast_broadcast(tensor, src):
-        return None
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("broadcast"):
+    with g.scope("broadcast"):
         root = root_rank(g, src, group_src, "src")
         if _is_plain(async_op, parsed) and g.fast_broadcast(tensor, root):
             return None
@@ -97,7 +107,7 @@ def reduce(
 ) -> Work | None:
     """Reduces ``tensor`` over all ranks, in place on the root; elsewhere it is not written."""
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("reduce"):
+    with g.scope("reduce"):
         root = root_rank(g, dst, group_dst, "dst")
         reduce_op, factor = parse_op(op)
         is_root = g.rank == root
@@ -109,6 +119,7 @@ def reduce(
     return g.run(Call("reduce", [collective], [flat.finish], *parsed, result=tensor), async_op)
 
 
+@_with_short_cut("fast_all_gather_single")
 def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Work | None:
@@ -116,15 +127,8 @@ def all_gather_single(
 
     The input may be this rank's own part of the output (in place).
     """
-    if not async_op and not options:
-        try:
-            fast = (state.world if group is None else group).fast_all_gather_single
-        except AttributeError:
-            fast = not_now
-        if fast(output_tensor, input_tensor):
-            return None
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("all_gather_single"):
+    with g.scope("all_gather_single"):
         if _is_plain(async_op, parsed) and g.fast_all_gather_single(output_tensor, input_tensor):
             return None
         output, input_ = _pair(g, output_tensor, input_tensor, whole="output_tensor", part="input_tensor")
@@ -134,6 +138,7 @@ def all_gather_single(
     return g.run(Call("all_gather_single", [collective], [out.finish], *parsed, result=output_tensor), async_op)
 
 
+@_with_short_cut("fast_reduce_scatter_single")
 def reduce_scatter_single(
     output: Any,
     input: Any,
@@ -146,15 +151,8 @@ def reduce_scatter_single(
 
     The output may be this rank's own part of the input (in place).
     """
-    if not async_op and not options:
-        try:
-            fast = (state.world if group is None else group).fast_reduce_scatter_single
-        except AttributeError:
-            fast = not_now
-        if fast(output, input, op):
-            return None
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("reduce_scatter_single"):
+    with g.scope("reduce_scatter_single"):
         reduce_op, factor = parse_op(op)
         if _is_plain(async_op, parsed, reduce_op) and g.fast_reduce_scatter_single(output, input, reduce_op):
             return None
@@ -182,7 +180,7 @@ def all_to_all_single(
     Parts are equal slices of the first dimension, or as long there as the split sizes say.
     """
     g, parsed = resolve(group), parse_options(**options)
-    with g.located("all_to_all_single"):
+    with g.scope("all_to_all_single"):
         out_tensor = as_tensor(output, "output", writes=True)
         in_tensor = as_tensor(input, "input", writes=False)
         _check_same_dtype([("output", out_tensor), ("input", in_tensor)])
@@ -206,17 +204,11 @@ def all_to_all_single(
     return g.run(Call("all_to_all_single", [collective], [out.finish], *parsed, result=output), async_op)
 
 
+@_with_short_cut("fast_barrier")
 def barrier(
     group: Any = None, async_op: bool = False, device_ids: Any = None, **options: Unpack[CallOptions]
 ) -> Work | None:
     """Returns once every rank of the group has called it. ``device_ids`` is taken for torch's sake and not used."""
-    if not async_op and not options:
-        try:
-            fast = (state.world if group is None else group).fast_barrier
-        except AttributeError:
-            fast = not_now
-        if fast():
-            return None
     g, parsed = resolve(group), parse_options(**options)
     if _is_plain(async_op, parsed) and g.fast_barrier():
         return None
@@ -229,7 +221,7 @@ reduce_scatter_tensor = reduce_scatter_single
 
 
 def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Options) -> Work | None:
-    with g.located("all_reduce"):
+    with g.scope("all_reduce"):
         reduce_op, factor = parse_op(op)
         if _is_plain(async_op, options, reduce_op) and g.fast_all_reduce(tensor, reduce_op):
             return None

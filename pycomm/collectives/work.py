@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..config import seconds
 from ..errors import CollectiveTimeoutError, TransportError
 
@@ -37,10 +35,10 @@ class Work:
         self._is_asked = False
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Blocks until the call is complete and returns True. Results are then in memory for this stream and for this
-        thread.
+        """Blocks until the call is complete and returns True.
 
-        Raises the error of the call, or CollectiveTimeoutError if ``timeout`` (seconds) passes; the call then goes on.
+        Its results are then there for this thread, and for this stream. Raises the error of the call, or
+        CollectiveTimeoutError if ``timeout`` (seconds) passes; the call then goes on.
         """
         self.result(timeout)
         return True
@@ -110,8 +108,9 @@ class Work:
 
 
 class RequestWork(Work):
-    """A message under way: moves on when somebody waits or asks. ``finish`` copies what came to where the caller wants
-    it.
+    """A message under way: moves on when somebody waits or asks.
+
+    ``finish`` copies what came to where the caller wants it.
     """
 
     def __init__(
@@ -121,14 +120,14 @@ class RequestWork(Work):
         finish: Callable[[], None] | None,
         result: Any,
         to_global: Callable[[int], int],
-        located: AbstractContextManager[None],
+        scope: AbstractContextManager[None],
     ) -> None:
         super().__init__(description)
         self._request = request
         self._finish = finish
         self._value = result
         self._to_global = to_global
-        self._located = located
+        self._scope = scope
         self._lock = threading.Lock()
 
     def result(self, timeout: float | timedelta | None = None) -> Any:
@@ -157,7 +156,7 @@ class RequestWork(Work):
 
     def _tests_true(self) -> bool:
         try:
-            with self._located, torch.inference_mode():
+            with self._scope:
                 return self._request.test()
         except Exception as error:  # kept for whoever waits
             self.set_exception(error)
@@ -165,7 +164,7 @@ class RequestWork(Work):
 
     def _complete(self, wait: Callable[[], None]) -> None:
         try:
-            with self._located, torch.inference_mode():  # as where the message was started
+            with self._scope:
                 wait()
                 if self._finish is not None:
                     self._finish()

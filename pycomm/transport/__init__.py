@@ -1,6 +1,4 @@
-"""Transports: what carries bytes between the ranks of a group. ``base.py`` states the contract; a file here is a
-member.
-"""
+"""Transports carry bytes between the ranks of a group. ``base.py`` states the contract; a file here is a member."""
 
 from __future__ import annotations
 

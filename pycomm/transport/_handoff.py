@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CollectiveTimeoutError, TransportError
 from ..ops import native
+from ..topology import available_cores
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemory", "share_memory"]
 
 _TOKEN_BYTES = 32
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sii")  # token, rank on the host, cores
-_WELCOME = struct.Struct("<ii")  # ranks, cores that all of them may use
+_CPU_BYTES = 128  # a bit a CPU, for 1024 of them
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sii{_CPU_BYTES}s")  # token, rank on the host, quota in cores, CPUs
+_WELCOME = struct.Struct("<ii")  # ranks, cores that they have together
 _FDS_A_MESSAGE = 200  # the kernel takes 253
 
 
@@ -38,12 +40,10 @@ class SharedMemory(NamedTuple):
     fd: int
     pidfds: tuple[int, ...]  # by rank on the host; -1 for this rank
     pids: tuple[int, ...]
-    cores: int  # the least that any rank may use
+    cores: int  # that the ranks have together
 
 
-def share_memory(
-    store: Store, host: str, host_rank: int, host_ranks: int, cores: int, timeout_s: float
-) -> SharedMemory:
+def share_memory(store: Store, host: str, host_rank: int, host_ranks: int, timeout_s: float) -> SharedMemory:
     """Joins the ``host_ranks`` ranks of this host; every one of them calls it.
 
     Raises:
@@ -52,17 +52,26 @@ def share_memory(
     """
     deadline = time.monotonic() + timeout_s
     if host_rank == 0:
-        return _lead(store, host, host_ranks, cores, deadline)
-    return _follow(store, host, host_rank, host_ranks, cores, deadline)
+        return _lead(store, host, host_ranks, deadline)
+    return _follow(store, host, host_rank, host_ranks, deadline)
 
 
-def _lead(store: Store, host: str, host_ranks: int, cores: int, deadline: float) -> SharedMemory:
+def _cpus() -> tuple[int, int]:
+    """Returns how many cores this rank may keep busy if that is less than its CPUs, else 0; and the CPUs' bits."""
+    affinity = os.sched_getaffinity(0)
+    quota = available_cores()
+    return (quota if quota < len(affinity) else 0), sum(1 << min(cpu, 8 * _CPU_BYTES - 1) for cpu in affinity)
+
+
+def _lead(store: Store, host: str, host_ranks: int, deadline: float) -> SharedMemory:
     token = secrets.token_bytes(_TOKEN_BYTES)
     memory = native().shm_create_memory(host_ranks)
     pidfds = [-1] * host_ranks
     pids = [0] * host_ranks
     pidfds[0], pids[0] = os.pidfd_open(os.getpid()), os.getpid()
     peers: dict[int, socket.socket] = {}
+    quota, cpus = _cpus()
+    quotas = [quota]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         name = f"\0pycomm-{secrets.token_hex(16)}"
         listener.bind(name)
@@ -82,9 +91,12 @@ def _lead(store: Store, host: str, host_ranks: int, cores: int, deadline: float)
             if joined is None or joined[0] in peers:
                 connection.close()  # a stranger: it learns nothing and the job goes on
                 continue
-            rank, its_cores, pidfd, pid = joined
+            rank, quota, its_cpus, pidfd, pid = joined
             peers[rank], pidfds[rank], pids[rank] = connection, pidfd, pid
-            cores = min(cores, its_cores)
+            quotas.append(quota)
+            cpus |= its_cpus
+    # Ranks that are pinned to a core each have as many cores as there are of them, so the sets count together.
+    cores = min([cpus.bit_count(), *filter(None, quotas)])
     for connection in peers.values():
         with connection:
             connection.sendall(_WELCOME.pack(host_ranks, cores) + struct.pack(f"<{host_ranks}i", *pids))
@@ -96,8 +108,8 @@ def _lead(store: Store, host: str, host_ranks: int, cores: int, deadline: float)
 
 def _admit(
     connection: socket.socket, token: bytes, host_ranks: int, deadline: float
-) -> tuple[int, int, int, int] | None:
-    """Checks who connected; returns (rank, cores, pidfd, pid), or None for a stranger."""
+) -> tuple[int, int, int, int, int] | None:
+    """Checks who connected; returns (rank, quota, CPUs, pidfd, pid), or None for a stranger."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     connection.settimeout(min(5.0, max(0.001, deadline - time.monotonic())))
     try:
@@ -106,23 +118,28 @@ def _admit(
         return None
     belongs = uid == os.getuid() and len(message) == _HELLO.size and len(fds) == 1
     if belongs:
-        sent, rank, cores = _HELLO.unpack(message)
-        belongs = hmac.compare_digest(sent, token) and 0 < rank < host_ranks and cores > 0
+        sent, rank, quota, cpus = _HELLO.unpack(message)
+        belongs = hmac.compare_digest(sent, token) and 0 < rank < host_ranks and quota >= 0 and any(cpus)
     if not belongs:
         for fd in fds:
             os.close(fd)
         return None
-    return rank, cores, fds[0], pid
+    return rank, quota, int.from_bytes(cpus, "little"), fds[0], pid
 
 
-def _follow(store: Store, host: str, host_rank: int, host_ranks: int, cores: int, deadline: float) -> SharedMemory:
+def _follow(store: Store, host: str, host_rank: int, host_ranks: int, deadline: float) -> SharedMemory:
+    quota, cpus = _cpus()
     name, _, token = store.get(f"{host}/socket").decode().partition(":")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         own = os.pidfd_open(os.getpid())
         try:
             connection.connect(bytes.fromhex(name))
-            socket.send_fds(connection, [_HELLO.pack(bytes.fromhex(token), host_rank, cores)], [own])
+            socket.send_fds(
+                connection,
+                [_HELLO.pack(bytes.fromhex(token), host_rank, quota, cpus.to_bytes(_CPU_BYTES, "little"))],
+                [own],
+            )
             ranks, cores = _WELCOME.unpack(_read(connection, _WELCOME.size))
             if ranks != host_ranks:
                 raise TransportError(

@@ -17,7 +17,6 @@ import torch
 
 from ..errors import ConfigError
 from ..ops import native
-from ..topology import available_cores
 from ..types import ReduceOp, dtype_of_name
 from ._handoff import share_memory
 from .base import Request, Transport
@@ -235,6 +234,6 @@ def connect(spec: ConnectSpec) -> ShmTransport:
         raise ConfigError(
             f"init: transport 'shm' joins up to {limit} ranks, got {spec.world_size}; use transport='mpi' or 'torch'"
         )
-    memory = share_memory(spec.store, host, spec.rank, spec.world_size, available_cores(), spec.timeout_s)
+    memory = share_memory(spec.store, host, spec.rank, spec.world_size, spec.timeout_s)
     joined = _Host(memory.fd, memory.pidfds, memory.pids, spec.world_size > memory.cores, spec.rank)
     return ShmTransport(joined, range(spec.world_size), spec.rank, "world", 0, spec.timeout_s)

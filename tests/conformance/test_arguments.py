@@ -74,6 +74,22 @@ def views(rank: int) -> None:
     pycomm.all_reduce(frozen)
     pycomm.all_reduce(frozen.t(), ReduceOp.MAX)
     assert (frozen == total).all()
+    with torch.inference_mode():
+        frozen.fill_(rank + 1)
+        pycomm.all_reduce(frozen, async_op=True).wait()
+        pycomm.all_reduce(frozen[:, 1], ReduceOp.MAX)
+        made_inside = torch.full((3,), complex(0, rank + 1)).conj()
+        pycomm.all_reduce(made_inside)
+        values = [None] * n
+        pycomm.all_gather_object(values, rank)
+        assert values == list(range(n))
+    assert (frozen == total).all() and (made_inside == complex(0, -total)).all()
+    # A view made without grad of a leaf that has it.
+    with torch.no_grad():
+        parameter.fill_(rank + 1)
+        row = parameter[::2]
+    pycomm.all_reduce(row)
+    assert (parameter.detach()[::2] == total).all() and (parameter.detach()[1::2] == rank + 1).all()
     # Conjugate and negation bits: the view's values are reduced, not the memory's.
     base = torch.full((3,), complex(rank + 1, rank + 1), dtype=torch.complex64)
     pycomm.all_reduce(base.conj(), ReduceOp.PRODUCT)

@@ -82,6 +82,12 @@ def test_torchrun() -> None:
     check(reports(start([*launcher, str(JOBS / "reduce.py"), "auto", "torch"])), 2, ["shm", "torch"])
 
 
+def test_beside_torch_distributed() -> None:
+    done = start([sys.executable, "-m", "pycomm", "run", "-n", "3", str(JOBS / "torch_groups.py")])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("right") == 3
+
+
 @needs_mpi
 @pytest.mark.mpi
 def test_mpirun() -> None:

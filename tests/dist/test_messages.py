@@ -12,6 +12,7 @@ from harness import run_ranks, transport_params
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
 from pycomm.collectives.context import default_group
 from pycomm.transport import Transport
+from pycomm.transport._torch_messages import PlainMessages
 
 WRAPPERS = [param for param in transport_params() if param.values[0] in ("torch", "mpi")]
 NUMELS = (0, 1, 31, 240, 241, 1000, 300_007)  # 240 bytes is the most that travels inside a frame of transport torch
@@ -72,6 +73,7 @@ def receive_from_anyone(rank: int) -> None:
         assert sorted(receive.source for receive in receives) == [1, 2]
         for receive, flat in zip(receives, flats, strict=True):
             assert torch.equal(flat, numbers(receive.source, numel))
+    transport.barrier(None)
     # From now on also receives from a given rank, and ranks that send before they receive.
     peers = [peer for peer in range(3) if peer != rank]
     sends = [transport.isend(numbers(rank, 300_007), peer, 9) for peer in peers]
@@ -160,6 +162,18 @@ def test_messages_of_two_ranks(transport: str) -> None:
 @pytest.mark.parametrize("transport", WRAPPERS)
 def test_messages_of_three_ranks(transport: str) -> None:
     run_ranks(3, all_of_three, transport=transport)
+
+
+def exchange_plainly(rank: int) -> None:
+    """As over NCCL and other backends of torch, which are handed messages as they are."""
+    transport = my_transport()
+    transport._messages = PlainMessages(transport)  # type: ignore[arg-type, attr-defined]
+    exchange_everything(rank)
+    receive_from_anyone(rank)
+
+
+def test_plain_messages() -> None:
+    run_ranks(3, exchange_plainly, transport="torch")
 
 
 @pytest.mark.parametrize("transport", WRAPPERS)
