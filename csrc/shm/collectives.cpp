@@ -166,8 +166,9 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
 // 4 x bytes of DRAM traffic in all for two ranks, two synchronizations.
 void Group::all_reduce_in_heaps(const Call& call) {
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
-  constexpr std::size_t kBlock = 32 * 1024;  // small enough that the sum is still in L1 when it is copied to the others
+  constexpr std::size_t kBlock = 16 * 1024;  // small enough that the sum is still in L1 when it is copied to the others
   const Part part = part_of(call.numel, rank_, ranks_, item);
+  const bool asks_for_writing = is_far_ ? bytes >= 512 * 1024 : bytes <= 32 * 1024;
   auto& [inputs, outputs] = heap_buffers_;
   load_factors(call);
   for (int r = 0; r < ranks_; ++r) {
@@ -177,7 +178,13 @@ void Group::all_reduce_in_heaps(const Call& call) {
   const std::size_t end = part.start + part.numel, block = kBlock / item;
   for (std::size_t first = part.start; first < end; first += block) {
     const std::size_t numel = std::min(block, end - first);
-    for (int r = 0; r < ranks_; ++r) inputs_[r] = inputs[r] + first * item;
+    for (int r = 0; r < ranks_; ++r) {
+      inputs_[r] = inputs[r] + first * item;
+      // Read now and written in a moment: asking once, for writing, spares these lines a second journey. Measured to win
+      // for small buffers on near cores and for large ones on far cores, and to lose a tenth elsewhere.
+      if (asks_for_writing && r != rank_ && inputs[r] == outputs[r])
+        for (std::size_t at = 0; at < numel * item; at += kLine) prefetch_for_write(inputs[r] + first * item + at);
+    }
     reduce_from(outputs[rank_] + first * item, inputs_.data(), numel, call);
     for (int r = 0; r < ranks_; ++r)
       if (r != rank_) std::memcpy(outputs[r] + first * item, outputs[rank_] + first * item, numel * item);

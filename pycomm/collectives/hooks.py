@@ -63,7 +63,10 @@ def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None]) ->
             return False
         end_ns = time.perf_counter_ns()
         dtype, numel = (torch.uint8, 0) if largest is None else (arguments[largest].dtype, arguments[largest].numel())
-        tell(verb, "native", dtype, None if op is None else ReduceOp(arguments[op]), numel, None, start_ns, end_ns)
+        reduce_op = None
+        if op is not None:  # the caller may have left it at its default
+            reduce_op = ReduceOp(arguments[op]) if op < len(arguments) else ReduceOp.SUM
+        tell(verb, "native", dtype, reduce_op, numel, None, start_ns, end_ns)
         return True
 
     return watched

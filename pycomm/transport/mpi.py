@@ -96,7 +96,7 @@ class MpiTransport(Transport):
         self.timeout_s = timeout_s
         self.devices = frozenset({"cpu", "cuda"}) if is_cuda_aware() else frozenset({"cpu"})
         self.lock = _lock_for(self.mpi)
-        self.largest_tag = int(communicator.Get_attr(self.mpi.TAG_UB))
+        self.largest_tag = int(self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB))  # Open MPI knows it there alone
         self._messages = MpiMessages(self)
         self._abandoned: list[object] = []  # calls that timed out: MPI may still touch their memory
         self._types: dict[int, Any] = {}

@@ -13,7 +13,7 @@ from pycomm import ConfigError, ReduceOp
 from pycomm.collectives.hooks import not_now
 from pycomm.transport.local import LocalTransport, LocalWorld
 
-FAST = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier")
+FAST = {"all_reduce": 2, "broadcast": 2, "all_gather_single": 2, "reduce_scatter_single": 3, "barrier": 0}  # arguments
 
 
 class Counting(LocalTransport):
@@ -29,9 +29,8 @@ class Counting(LocalTransport):
         def fast(*arguments: Any) -> bool:
             tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
             others = [each for each in arguments if not isinstance(each, torch.Tensor)]
-            is_ordinary = all(each.is_contiguous() for each in tensors) and all(
-                type(each) is not object for each in others
-            )
+            is_ordinary = len(arguments) <= FAST[verb] and all(isinstance(each, int) for each in others)
+            is_ordinary = is_ordinary and all(each.is_contiguous() for each in tensors)
             if is_ordinary:
                 self.taken.append(verb)
             return is_ordinary
