@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from pycomm.transport.local import LocalWorld
 
 __all__ = ["RanksFailed", "run_ranks", "transport_params"]
 
+_DIED = "died without a result"
 _GRACE_S = 5.0  # for the other ranks, once one has failed
 _PRELOAD = [
     "torch",
@@ -53,14 +54,23 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, transport: str = "shm", timeout_s: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    transport: str = "shm",
+    timeout_s: float = 60.0,
+    casualties: Collection[int] = (),
 ) -> list[Any]:
     """Returns ``[fn(rank, *args) for each rank]``, each run inside ``pycomm.init``. Raises RanksFailed.
 
-    ``fn`` is a function of a module, its arguments and results can be pickled (except for threads).
+    ``fn`` is a function of a module, its arguments and results can be pickled (except for threads). ``casualties`` are
+    ranks whose process is meant to die; their result is None.
     """
     runner = {"local": _run_threads, "mpi": _run_mpi}.get(transport, _run_processes)
     outcomes = runner(world_size, fn, args, transport, timeout_s)
+    for rank in casualties:
+        is_ok, text = outcomes[rank]
+        outcomes[rank] = (True, None) if not is_ok and text.startswith(_DIED) else (False, f"should have died: {text}")
     failures = [f"[rank {rank}] {text}" for rank, (is_ok, text) in enumerate(outcomes) if not is_ok]
     if failures:
         name = f"{fn.__name__} on {world_size} ranks over {transport}"
@@ -156,7 +166,7 @@ def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_
                 outcomes[rank] = (False, f"still running at the deadline of {timeout_s} s{after}; stack:\n{stack}")
             for rank, process in enumerate(processes):
                 if outcomes[rank] is None:
-                    outcomes[rank] = (False, f"died without a result, exit code {process.exitcode}")
+                    outcomes[rank] = (False, f"{_DIED}, exit code {process.exitcode}")
         finally:  # also if the test's own timeout, or Ctrl-C, ends this
             for process in processes:
                 if process.pid is not None:

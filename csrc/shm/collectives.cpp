@@ -2,15 +2,25 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../kernels/reduce.h"
 #include "group.h"
 
 namespace pycomm::shm {
 namespace {
 
+constexpr std::size_t kL1Bytes = 16 * 1024;  // half of it
+constexpr std::size_t kPieces = 4;
+constexpr std::size_t kStreamOutputFrom = 16u << 20;  // a result that long leaves the caches anyway, so it is not read into them
 constexpr std::size_t kHeapsFrom = 2048;  // below, copying into a slot costs less than a second synchronization
 
 unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
 const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
+
+// Copies a piece of a result of `total` bytes to where only its owner reads it.
+void keep(void* to, const void* from, std::size_t bytes, std::size_t total) {
+  if (total >= kStreamOutputFrom) return copy_streamed(to, from, bytes);
+  std::memcpy(to, from, bytes);
+}
 
 // The part of `numel` elements that rank `rank` of `ranks` reduces: whole cache lines, so that no two ranks write one.
 struct Part {
@@ -43,7 +53,10 @@ template <class Fill, class Use>
 void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use) {
   const char* verb = verb_name(call.verb);
   use_ring();
-  const std::size_t piece = at_.window_bytes / parts / kLine * kLine;
+  // From one root to the others small pieces, so that filling and using overlap; where all do both at once, or where a
+  // piece costs switches between ranks that share a core, large ones.
+  const std::size_t window_bytes = has_root(call.verb) && !setup_.is_oversubscribed ? at_.window_bytes / kPieces : at_.window_bytes;
+  const std::size_t piece = window_bytes / parts / kLine * kLine;
   for (std::size_t offset = 0; offset < total; offset += piece) {
     const std::size_t bytes = std::min(piece, total - offset), stride = round_up(bytes, kLine), place = take(parts * stride);
     const auto part = [&](int rank, std::size_t i) { return staged(rank, place + i * stride); };
@@ -166,7 +179,6 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
 // 4 x bytes of DRAM traffic in all for two ranks, two synchronizations.
 void Group::all_reduce_in_heaps(const Call& call) {
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
-  constexpr std::size_t kBlock = 16 * 1024;  // small enough that the sum is still in L1 when it is copied to the others
   const Part part = part_of(call.numel, rank_, ranks_, item);
   const bool asks_for_writing = is_far_ ? bytes >= 512 * 1024 : bytes <= 32 * 1024;
   auto& [inputs, outputs] = heap_buffers_;
@@ -175,7 +187,7 @@ void Group::all_reduce_in_heaps(const Call& call) {
     inputs[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).input, bytes);
     outputs[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).output, bytes);
   }
-  const std::size_t end = part.start + part.numel, block = kBlock / item;
+  const std::size_t end = part.start + part.numel, block = kL1Bytes / item;  // the sum is still in L1 when it is copied to the others
   for (std::size_t first = part.start; first < end; first += block) {
     const std::size_t numel = std::min(block, end - first);
     for (int r = 0; r < ranks_; ++r) {
@@ -236,7 +248,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? bytes_of(input) + mine * bytes + offset : part(r, mine);
-        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call);
+        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, n * bytes >= kStreamOutputFrom);
       });
 }
 
@@ -257,13 +269,13 @@ void Group::broadcast(void* data, const Call& call) {
         if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
-        if (!is_root) std::memcpy(bytes_of(data) + offset, part(call.root, 0), length);
+        if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, bytes);
       });
 }
 
 void Group::all_gather(void* output, const void* input, const Call& call) {
   const Entry entry(*this, "all_gather", call.timeout_ns);
-  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
   const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
   if (fits_slot(bytes)) {
     exchange(call, input, bytes);
@@ -273,12 +285,15 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   in_windows(
       call, bytes, 1, /*has_met=*/false,
       [&](auto part, std::size_t offset, std::size_t length) {
-        put(part(rank_, 0), bytes_of(input) + offset, length);
-        if (block(rank_) != input) std::memcpy(block(rank_) + offset, bytes_of(input) + offset, length);
+        for (std::size_t at = 0; at < length; at += kL1Bytes) {  // while it is in L1, the input is copied twice
+          const std::size_t count = std::min(kL1Bytes, length - at);
+          put(part(rank_, 0) + at, bytes_of(input) + offset + at, count);
+          if (block(rank_) != input) keep(block(rank_) + offset + at, bytes_of(input) + offset + at, count, n * bytes);
+        }
       },
       [&](auto part, std::size_t offset, std::size_t length) {
         for (int r = 0; r < ranks_; ++r)
-          if (r != rank_) std::memcpy(block(r) + offset, part(r, 0), length);
+          if (r != rank_) keep(block(r) + offset, part(r, 0), length, n * bytes);
       });
 }
 

@@ -49,9 +49,12 @@ Call decode(std::uint64_t word, std::uint64_t numel) {
 }
 
 bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
-bool has_root(Verb verb) { return verb == Verb::kReduce || verb == Verb::kBroadcast || verb == Verb::kGather || verb == Verb::kScatter; }
 
 }  // namespace
+
+bool has_root(Verb verb) {
+  return verb == Verb::kReduce || verb == Verb::kBroadcast || verb == Verb::kGather || verb == Verb::kScatter;
+}
 
 const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
 
@@ -258,8 +261,8 @@ void Group::put(void* to, const void* from, std::size_t bytes) const {
   std::memcpy(to, from, bytes);
 }
 
-void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const {
-  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), false);
+void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams) const {
+  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), streams);
 }
 
 void Group::account(std::size_t bytes, const char* verb) {

@@ -53,6 +53,7 @@ struct Call {
 // "all_reduce(SUM, float32, 1024 elements)"
 std::string describe(const Call& call);
 const char* verb_name(Verb verb);
+bool has_root(Verb verb);
 
 class Group {
  public:
@@ -159,7 +160,7 @@ class Group {
 
   void exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes) const;  // into memory that others will read
-  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const;
+  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece.
   // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
   // `use(part, offset, bytes)` are given `part(rank, i)`, the address of rank's part i, and the piece.

@@ -80,7 +80,8 @@ void Waiter::check(int peer, Deadline& deadline, const char* doing) {
 void Waiter::look_around(const char* doing) {
   throw_if_broken(doing);
   for (int r = 0; r < setup_.ranks; ++r) {
-    if (!is_dead(setup_.pidfds[r])) continue;
+    // A rank that closed the group before it ended is missed only by those who wait for it.
+    if (__atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0 || !is_dead(setup_.pidfds[r])) continue;
     declare(FailureKind::kPeerLost, r);
     throw_if_broken(doing);
   }

@@ -17,7 +17,7 @@ from .plan import Chunk, Plan, Recv, Reduce, Space
 if TYPE_CHECKING:
     from ..transport.base import Request, Transport
 
-__all__ = ["COLLECTIVE_TAG", "Collective", "choose_algorithm", "execute"]
+__all__ = ["COLLECTIVE_TAG", "Collective", "choose_algorithm", "execute", "meet"]
 
 # MPI promises tags up to 32767 and no more; users get the ones below (see collectives/p2p.py).
 COLLECTIVE_TAG = 32767
@@ -89,6 +89,12 @@ def execute(transport: Transport, collective: Collective, algorithm: str, timeou
         )
     plan = ALGORITHMS.load(algorithm).plan(collective.verb, transport.rank, transport.world_size, collective.root)
     _run(transport, plan, collective, factors, deadline)
+
+
+def meet(transport: Transport) -> None:
+    """Returns once every rank has joined ``transport``, so that none leaves while another still connects to it."""
+    barrier = Collective(verb="barrier")
+    execute(transport, barrier, choose_algorithm(transport, barrier, None), None)
 
 
 def _run(

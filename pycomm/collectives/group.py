@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..algorithms.executor import Collective, choose_algorithm, execute
+from ..algorithms.executor import Collective, choose_algorithm, execute, meet
 from ..config import seconds
 from ..errors import ConfigError, PycommError, TransportError
 from ..transport.base import Transport
@@ -290,10 +290,11 @@ class Group:
         self._splits += 1
         with self.scope("new_group"):
             transport = self.transport.split(group_ranks, self._splits)
-        if transport is None or group_ranks is None:
-            return None
-        if timeout is not None:
-            transport.timeout_s = seconds(timeout)
+            if transport is None or group_ranks is None:
+                return None
+            if timeout is not None:
+                transport.timeout_s = seconds(timeout)
+            meet(transport)
         ranks = [self._ranks[rank] for rank in group_ranks]
         child = Group(transport, name or f"{self.name}.{self._splits}", ranks)
         self._children.add(child)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import env, topology
+from ..algorithms.executor import meet
 from ..config import LOG_LEVELS, Config, seconds
 from ..errors import ConfigError, NativeUnavailableError
 from ..topology import LaunchInfo
@@ -197,6 +198,11 @@ def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method:
         timeout_s=config.timeout_s,
     )
     transport = connect(name, spec)
+    try:
+        meet(transport)
+    except BaseException:
+        transport.close()
+        raise
     _log.info("rank %d of %d joined by transport %s", launch.rank, launch.world_size, name)
     says_local = launch.launcher != "none" and launch.local_world_size > 1
     state.local_rank = launch.local_rank if says_local else host_ids[: launch.rank].count(host_ids[launch.rank])

@@ -170,9 +170,7 @@ def _serve(hosts: list[str]) -> tuple[int, Store]:
     listener.listen(len(hosts) + 8)
     port = int(listener.getsockname()[1])
     descriptor = listener.detach()  # the server closes it
-    store: Store = dist.TCPStore(
-        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
+    store: Store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     return port, store
 
 

@@ -9,6 +9,7 @@ noticed through its pidfd, whatever it dies of.
 
 from __future__ import annotations
 
+import array
 import hmac
 import os
 import secrets
@@ -113,7 +114,7 @@ def _admit(
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     connection.settimeout(min(5.0, max(0.001, deadline - time.monotonic())))
     try:
-        message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+        message, fds = _receive(connection, _HELLO.size, 1)
     except OSError:
         return None
     belongs = uid == os.getuid() and len(message) == _HELLO.size and len(fds) == 1
@@ -179,10 +180,22 @@ def _send_fds(connection: socket.socket, fds: Sequence[int]) -> None:
 def _receive_fds(connection: socket.socket, number: int) -> list[int]:
     fds: list[int] = []
     while len(fds) < number:
-        data, some, _, _ = socket.recv_fds(connection, 1, _FDS_A_MESSAGE, socket.MSG_CMSG_CLOEXEC)
+        data, some = _receive(connection, 1, _FDS_A_MESSAGE)
         if not data or not some:
             for fd in fds:
                 os.close(fd)
             raise ConnectionError("the connection was closed")
         fds.extend(some)
     return fds
+
+
+def _receive(connection: socket.socket, size_bytes: int, most_fds: int) -> tuple[bytes, list[int]]:
+    """As ``socket.recv_fds``, whose flags Python 3.11 drops: the descriptors are closed on exec from the start."""
+    fds = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(
+        size_bytes, socket.CMSG_SPACE(most_fds * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)

@@ -1,0 +1,346 @@
+"""What only shared memory can show: disagreement, death, Ctrl-C, forks, shared buffers, strangers, many ranks and calls."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import pycomm
+from harness import run_ranks
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, ReduceOp, TransportError
+from pycomm.transport._handoff import share_memory
+
+
+def check_sum(ranks: int, numel: int = 5) -> None:
+    t = torch.full((numel,), 2.0)
+    pycomm.all_reduce(t)
+    assert (t == 2.0 * ranks).all()
+
+
+# -- ranks that disagree ---------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, Any] = {
+    "numel": (lambda t: pycomm.all_reduce(t), lambda t: pycomm.all_reduce(t[:3])),
+    "large and small": (lambda t: pycomm.all_reduce(torch.ones(100_000)), lambda t: pycomm.all_reduce(t)),
+    "dtype": (lambda t: pycomm.all_reduce(t), lambda t: pycomm.all_reduce(t.view(torch.int32))),
+    "operator": (lambda t: pycomm.all_reduce(t), lambda t: pycomm.all_reduce(t, ReduceOp.PRODUCT)),
+    "verb": (lambda t: pycomm.all_reduce(t), lambda t: pycomm.broadcast(t, 0)),
+    "root": (lambda t: pycomm.broadcast(t, 0), lambda t: pycomm.broadcast(t, 1)),
+    "order": (lambda t: pycomm.barrier(), lambda t: pycomm.all_reduce(t)),
+    "splits": (
+        lambda t: pycomm.all_to_all_single(torch.empty(4), t, [2, 2], [2, 2]),
+        lambda t: pycomm.all_to_all_single(torch.empty(4), t[:3], [2, 2], [1, 2]),
+    ),
+}
+
+
+def disagree(rank: int) -> None:
+    for name, calls in CALLS.items():
+        t = torch.full((4,), float(rank + 1))
+        begin = time.monotonic()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            calls[rank](t)
+        assert time.monotonic() - begin < 5.0
+        assert (t == rank + 1).all(), f"{name}: the buffer was written"
+        text = str(caught.value)
+        assert "rank 0" in text and "rank 1" in text, text
+        check_sum(2)  # and the group goes on
+
+
+def test_ranks_that_disagree_see_both_sides_and_keep_their_buffers() -> None:
+    run_ranks(2, disagree)
+
+
+def one_of_three_disagrees(rank: int) -> None:
+    with pytest.raises(CollectiveMismatchError, match=r"rank 2: all_reduce\(MAX, float32, 5 elements\)"):
+        pycomm.all_reduce(torch.ones(5), ReduceOp.MAX if rank == 2 else ReduceOp.SUM)
+    check_sum(3)
+
+
+def test_every_rank_sees_the_one_that_differs() -> None:
+    run_ranks(3, one_of_three_disagrees)
+
+
+# -- death and other ends --------------------------------------------------------------------------------------------------
+
+
+def lose_rank_2(rank: int, how: str) -> None:
+    check_sum(4)
+    if rank == 2:
+        time.sleep(0.05)
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSEGV)
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"lost rank 2 \(pid \d+\)") as caught:
+        check_sum(4, 100_000)
+    assert caught.value.rank == 2
+    assert time.monotonic() - begin < 5.0
+    with pytest.raises(PeerLostError):  # and so does every later call
+        pycomm.barrier()
+    survivors = pycomm.new_group([0, 1, 3])
+    t = torch.ones(70_000)
+    pycomm.all_reduce(t, group=survivors)
+    assert (t == 3).all()
+
+
+@pytest.mark.parametrize("how", ["kill", "segv", "exit"])
+def test_survivors_name_the_dead_rank_and_go_on_without_it(how: str) -> None:
+    run_ranks(4, lose_rank_2, how, casualties=[2])
+
+
+def lose_a_receiver(rank: int) -> None:
+    if rank == 1:
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError):
+        pycomm.recv(torch.empty(3), 1)
+
+
+def test_a_message_from_a_dead_rank_raises() -> None:
+    run_ranks(2, lose_a_receiver, casualties=[1])
+
+
+def run_out_of_time(rank: int) -> None:
+    if rank == 1:
+        time.sleep(0.6)
+    with pytest.raises(CollectiveTimeoutError, match="rank 0"):
+        pycomm.all_reduce(torch.ones(3), timeout=0.2 if rank == 0 else None)
+
+
+def test_a_timeout_is_everybodys() -> None:
+    run_ranks(2, run_out_of_time)
+
+
+def close_early(rank: int) -> None:
+    if rank == 1:
+        return
+    time.sleep(0.1)
+    with pytest.raises(PeerLostError, match="rank 1 .* has closed the group"):
+        pycomm.barrier()
+
+
+def test_a_rank_that_left_is_named() -> None:
+    run_ranks(2, close_early)
+
+
+def be_interrupted(rank: int) -> None:
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            pycomm.all_reduce(torch.ones(3))
+        assert time.monotonic() - begin < 2.0
+    else:
+        time.sleep(0.5)
+
+
+def test_ctrl_c_ends_a_blocked_call() -> None:
+    run_ranks(2, be_interrupted)
+
+
+def stop_and_go_on(rank: int) -> float:
+    pids = torch.zeros(2, dtype=torch.int64)
+    pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
+    if rank == 0:
+        os.kill(int(pids[1]), signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (int(pids[1]), signal.SIGCONT)).start()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    check_sum(2)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_stopped_rank_is_waited_for_without_burning_a_core() -> None:
+    spent_s = run_ranks(2, stop_and_go_on)[0]
+    assert spent_s < 0.2  # of a wait of one second
+
+
+def let_threads_run(rank: int) -> None:
+    if rank == 1:
+        time.sleep(0.4)
+        return pycomm.barrier()
+    ticks = []
+    ticker = threading.Thread(target=lambda: [ticks.append(time.sleep(0.01)) for _ in range(10)])
+    ticker.start()
+    pycomm.barrier()
+    assert len(ticks) == 10, "a blocked collective kept Python's lock"
+    ticker.join()
+
+
+def test_other_threads_run_while_a_rank_waits() -> None:
+    run_ranks(2, let_threads_run)
+
+
+def fork_a_child(rank: int) -> None:
+    shared = pycomm.empty(8, shared=True).fill_(3.0)
+    group = pycomm.new_group([0, 1])
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            assert shared.sum() == 24  # its memory is still there to read
+            pycomm.all_reduce(torch.ones(3), group=group)
+        except (TransportError, pycomm.ConfigError):
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    check_sum(2)
+
+
+def test_a_forked_child_is_not_a_rank() -> None:
+    run_ranks(2, fork_a_child)
+
+
+# -- shared buffers --------------------------------------------------------------------------------------------------------
+
+
+def reduce_shared(rank: int, ranks: int) -> None:
+    for numel in (1, 600, 1025, 70_001, 1_000_003):
+        for who in ("all", "some", "none"):
+            is_shared = who == "all" or (who == "some" and rank != 0)
+            t = pycomm.empty(numel, shared=True) if is_shared else torch.empty(numel)
+            for op, expected in ((ReduceOp.SUM, sum(range(ranks))), (ReduceOp.MAX, ranks - 1)):
+                t.fill_(rank)
+                pycomm.all_reduce(t, op)
+                assert (t == expected).all(), (numel, who, op)
+            t.fill_(1)
+            pycomm.all_reduce(t, pycomm.premul_sum(rank + 1.0))
+            assert (t == sum(range(ranks + 1))).all(), (numel, who)
+    pair = pycomm.new_group([ranks - 1, 0])  # ranks that are numbered otherwise than on the host
+    if rank in (0, ranks - 1):
+        t = pycomm.empty(50_000, shared=True).fill_(rank + 1)
+        pycomm.all_reduce(t, group=pair)
+        assert (t == ranks + 1).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_shared_buffers_alone_and_beside_private_ones(ranks: int) -> None:
+    run_ranks(ranks, reduce_shared, ranks)
+
+
+def reuse_heap(rank: int) -> None:
+    addresses = set()
+    for _ in range(200):
+        t = pycomm.empty(1 << 20, shared=True)
+        t[-1] = 1.0
+        addresses.add(t.data_ptr())
+        del t
+    assert len(addresses) == 1
+    several = [pycomm.empty(numel, shared=True).fill_(numel) for numel in (1, 100, 5000, 1 << 19, 1 << 20, 3)]
+    assert all((t == t.numel()).all() for t in several)
+
+
+def test_freed_shared_buffers_are_used_again() -> None:
+    run_ranks(1, reuse_heap)
+
+
+# -- many ----------------------------------------------------------------------------------------------------------------------
+
+
+def make_groups(rank: int) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(300):
+        with pycomm.new_group([0, 1, 2] if number % 2 else [2, 0]) as group:
+            if group:
+                t = torch.ones(3000)
+                pycomm.all_reduce(t, group=group)
+                assert (t == group.world_size).all()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_groups_come_and_go() -> None:
+    run_ranks(3, make_groups)
+
+
+def nest_groups(rank: int) -> None:
+    half = pycomm.split(rank % 2)
+    inner = pycomm.split(half.rank, group=half)
+    again = pycomm.split(0, group=half)
+    for group, size in ((half, 2), (inner, 1), (again, 2)):
+        t = torch.ones(5000)
+        pycomm.all_reduce(t, group=group)
+        assert (t == size).all()
+
+
+def test_groups_of_groups() -> None:
+    run_ranks(4, nest_groups)
+
+
+def reduce_often(rank: int, calls: int) -> None:
+    t = torch.zeros(4, dtype=torch.int64)
+    for number in range(calls):
+        t.fill_(number + rank)
+        pycomm.all_reduce(t)
+        if number % 1000 == 0:
+            assert (t == 4 * number + 6).all()
+    assert (t == 4 * (calls - 1) + 6).all()
+
+
+@pytest.mark.slow
+def test_a_million_small_all_reduces() -> None:
+    run_ranks(4, reduce_often, 1_000_000, timeout_s=110)
+
+
+def reduce_thrice(rank: int) -> None:
+    for numel in (1, 1000, 100_000):
+        check_sum(64, numel)
+    pycomm.barrier()
+
+
+def test_64_ranks() -> None:
+    run_ranks(64, reduce_thrice)
+
+
+# -- strangers -------------------------------------------------------------------------------------------------------------
+
+
+def names_of_sockets() -> set[str]:
+    words = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {word for word in words if word.startswith("@pycomm-")}
+
+
+def test_strangers_at_the_socket_learn_nothing_and_stop_nothing() -> None:
+    store, before = HashStore(), names_of_sockets()
+    results: list[Any] = [None, None]
+
+    def join(rank: int) -> None:
+        results[rank] = share_memory(store, "host", rank, 2, 30.0)
+
+    leader = threading.Thread(target=join, args=(0,))
+    leader.start()
+    while not (names := names_of_sockets() - before):
+        time.sleep(0.01)
+    for message in (b"", b"x", os.urandom(40), os.urandom(168), os.urandom(5000)):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect("\0" + names.copy().pop()[1:])
+            try:
+                stranger.sendall(message)
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(1) == b""
+            except ConnectionError:
+                pass
+    follower = threading.Thread(target=join, args=(1,))
+    follower.start()
+    leader.join(30)
+    follower.join(30)
+    assert results[0].pids == results[1].pids == (os.getpid(), os.getpid())
+    assert results[0].cores == results[1].cores >= 1
+    assert not names_of_sockets() & names, "the socket outlives the handover"
+    for memory in results:
+        for fd in (memory.fd, *memory.pidfds):
+            if fd >= 0:
+                assert not os.get_inheritable(fd)
+                os.close(fd)
