@@ -21,6 +21,8 @@ constexpr const char* kDTypeNames[] = {"uint8", "int8", "uint16", "int16", "uint
 constexpr const char* kOpNames[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG", "PREMUL_SUM"};
 
 constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
+constexpr int kSpinsAlone = 1000;                // about 20 us, where every rank has a core
+constexpr int kSpinsElsewhere = 150;             // about 3 us, the time of two switches between ranks on another core
 constexpr std::size_t kLinesAhead = 16;           // of a payload, to ask for while waiting
 constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
 constexpr int kAttempts = 4;
@@ -29,6 +31,15 @@ constexpr int kPatience = 1000;                  // looks at the peer's counter 
 constexpr std::size_t kMeasureEvery = 32u << 20;  // bytes of traffic, a few milliseconds' worth,
 constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
 constexpr std::size_t kStreamFrom = 768;         // far apart, non-temporal stores win from here on
+
+std::uint64_t affinity_hash() {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 0;
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &allowed)) hash = (hash ^ static_cast<std::uint64_t>(cpu)) * 1099511628211u;
+  return hash;
+}
 
 // Counts forks: a forked child inherits the mapping, but it is not a rank.
 std::atomic<int> forks{0};
@@ -78,12 +89,11 @@ Group::Group(Setup setup)
   area_ = mapping_->data();
   mapping_->populate(0, at_.resident, false);
   waiter_ = std::make_unique<Waiter>(Waiter::Setup{reinterpret_cast<Control*>(area_), reinterpret_cast<Sleeper*>(area_ + at_.sleepers),
-                                                   rank_, ranks_, setup_.pidfds, setup_.pids, setup_.is_oversubscribed,
-                                                   setup_.about_to_block, setup_.check_interrupt});
+                                                   rank_, ranks_, setup_.pidfds, setup_.pids, setup_.about_to_block, setup_.check_interrupt});
   waiter_->name(setup_.name, &seq_);
   mailbox_ = std::make_unique<Mailbox>(area_, at_, Waiter::Setup{reinterpret_cast<Control*>(area_ + at_.mail_control),
                                        reinterpret_cast<Sleeper*>(area_ + at_.mail_sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
-                                       setup_.is_oversubscribed, setup_.about_to_block, setup_.check_interrupt}, setup_.name,
+                                       setup_.about_to_block, setup_.check_interrupt}, setup_.name,
                                        [this](std::size_t offset, std::size_t bytes) { mapping_->populate(offset, bytes, false); });
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};
@@ -176,16 +186,30 @@ int Group::count_shared() const {
   return shared;
 }
 
-void Group::meet(const Call& call, std::size_t payload_bytes) {
-  const std::uint64_t mine = encode(call);
+template <class Word>
+void Group::await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes) {
   const int lines = payload_bytes <= sizeof(Header::payload) ? 0 : static_cast<int>(std::min((payload_bytes + kLine - 1) / kLine, kLinesAhead));
-  bool agree = true;
-  for (int i = 1; i < ranks_; ++i) {
-    const int r = rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_;
-    const Header& other = header(r);
-    waiter_->until(other.seq, seq_, r, deadline_, verb_name(call.verb), line(r) + sizeof(Header), lines);
-    agree &= other.call == mine && other.numel == call.numel;
+  const auto await = [&](int r, int spins) { waiter_->until(word(r), target, r, spins, deadline_, verb, line(r) + sizeof(Header), lines); };
+  const auto after = [&](int i) { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; };
+  if (!setup_.is_oversubscribed) {
+    for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsAlone);
+    return;
   }
+  // Ranks that share a core take turns. One that this rank keeps from running gets the core at once; only when all of
+  // those have come is it worth a spin for the others, which are running elsewhere: then every rank runs once a round.
+  Ping& own = ping(rank_);
+  const auto cpu = static_cast<std::uint32_t>(sched_getcpu());
+  if (own.cpu != cpu) own.cpu = cpu;
+  for (int i = 1; i < ranks_; ++i)
+    if (ping(after(i)).cpu == cpu) await(after(i), 0);
+  for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsElsewhere);  // all of them: a rank may have moved meanwhile
+}
+
+void Group::meet(const Call& call, std::size_t payload_bytes) {
+  await_all([this](int r) -> std::uint64_t& { return header(r).seq; }, seq_, verb_name(call.verb), payload_bytes);
+  const std::uint64_t mine = encode(call);
+  bool agree = true;
+  for (int r = 0; r < ranks_; ++r) agree &= header(r).call == mine && header(r).numel == call.numel;
   if (__builtin_expect(!agree, 0)) report_mismatch(call);
 }
 
@@ -232,10 +256,7 @@ void Group::publish_window() {
 }
 
 void Group::await_windows(const char* verb) {
-  for (int i = 1; i < ranks_; ++i) {
-    const int r = rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_;
-    waiter_->until(published(r), window_ + 1, r, deadline_, verb);
-  }
+  await_all([this](int r) -> std::uint64_t& { return published(r); }, window_ + 1, verb, 0);
 }
 
 void Group::publish_result() {
@@ -244,10 +265,7 @@ void Group::publish_result() {
 }
 
 void Group::await_results(const char* verb) {
-  for (int i = 1; i < ranks_; ++i) {
-    const int r = rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_;
-    waiter_->until(reduced(r), window_ + 1, r, deadline_, verb);
-  }
+  await_all([this](int r) -> std::uint64_t& { return reduced(r); }, window_ + 1, verb, 0);
 }
 
 void Group::sync(const char* verb) {
@@ -278,10 +296,12 @@ void Group::measure_line(const char* verb) {
   // Rank i measures with rank i + n/2, if they run on two cores at the moment; everybody goes by the worst pair.
   traffic_bytes_ = 0;
   const int half = ranks_ / 2, peer = rank_ < half ? rank_ + half : rank_ < 2 * half ? rank_ - half : rank_;
-  ping(rank_).cpu = static_cast<std::uint32_t>(sched_getcpu());
+  ping(rank_).home = static_cast<std::uint32_t>(sched_getcpu());
+  ping(rank_).allowed = affinity_hash();
   ping(rank_).line_ns = 0;
   sync(verb);
-  if (ping(peer).cpu != ping(rank_).cpu) ping(rank_).line_ns = ping_pong(peer, verb);
+  const std::vector<int> cpus = spread();
+  if (cpus[peer] != cpus[rank_]) ping(rank_).line_ns = ping_pong(peer, verb);
   sync(verb);
   std::uint32_t worst_ns = 0;
   for (int r = 0; r < ranks_; ++r) worst_ns = std::max(worst_ns, ping(r).line_ns);
@@ -291,12 +311,41 @@ void Group::measure_line(const char* verb) {
   is_far_ = line_ns_ > kFarNs;
 }
 
+std::vector<int> Group::spread() const {
+  // Ranks that take turns on a core never look busy to the system's load balancer for long, so it leaves three on one core
+  // and one on the other, which doubles the time of a small call. Every rank computes the same even spread; those that are
+  // too many on their core step over. Their affinity stays what it was.
+  std::vector<int> cpus(ranks_);
+  for (int r = 0; r < ranks_; ++r) cpus[r] = static_cast<int>(ping(r).home) % CPU_SETSIZE;
+  cpu_set_t allowed, target;
+  if (!setup_.is_oversubscribed || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return cpus;
+  for (int r = 0; r < ranks_; ++r)
+    if (ping(r).allowed != ping(rank_).allowed) return cpus;  // somebody has placed them already
+  const int most = (ranks_ + CPU_COUNT(&allowed) - 1) / CPU_COUNT(&allowed);
+  std::vector<int> ranks_on(CPU_SETSIZE, 0), surplus;
+  for (int r = 0; r < ranks_; ++r)
+    if (ranks_on[cpus[r]]++ >= most) surplus.push_back(r);
+  int cpu = 0;
+  for (const int r : surplus) {
+    while (cpu < CPU_SETSIZE && !(CPU_ISSET(cpu, &allowed) && ranks_on[cpu] < most)) ++cpu;
+    if (cpu == CPU_SETSIZE) break;
+    ++ranks_on[cpu];
+    cpus[r] = cpu;
+  }
+  if (cpus[rank_] != static_cast<int>(ping(rank_).home)) {
+    CPU_ZERO(&target);
+    CPU_SET(cpus[rank_], &target);
+    if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+  }
+  return cpus;
+}
+
 std::uint32_t Group::ping_pong(int peer, const char* verb) {
   std::int64_t best_ns = INT64_MAX;  // of a few tries: the slow ones were interrupted
   const auto await = [&](std::uint64_t count) {
     for (int i = 0; i < kPatience; ++i)
       if (load_acquire(ping(peer).count) >= count) return;
-    waiter_->until(ping(peer).count, count, peer, deadline_, verb);
+    waiter_->until(ping(peer).count, count, peer, 0, deadline_, verb);
   };
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const std::uint64_t base = ping(rank_).count + 1;  // both of a pair have counted alike

@@ -146,6 +146,9 @@ class Group {
   void publish(const Call& call);                       // this rank's header; its payload is written already
   void publish(const Call& call, const Places& places); // the same, for a large message
   void meet(const Call& call, std::size_t payload_bytes = 0);  // everybody's header, compared with this rank's
+  // Returns once `word(r)` >= target for every other rank r.
+  template <class Word>
+  void await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes);
   [[noreturn]] void report_mismatch(const Call& call);
   [[noreturn]] void report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected);
   void load_factors(const Call& call);                  // everybody's factor of a PREMUL_SUM
@@ -174,6 +177,7 @@ class Group {
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);
   std::uint32_t ping_pong(int peer, const char* verb);
+  std::vector<int> spread() const;  // evens out how many ranks run on a core; returns every rank's
 
   Setup setup_;
   int rank_, ranks_;

@@ -45,7 +45,9 @@ struct alignas(2 * kLine) Counter {
 // One rank's part in measuring how far apart the cores are; see Group::measure_line.
 struct alignas(2 * kLine) Ping {
   std::uint64_t count;
-  std::uint32_t cpu;
+  std::uint32_t cpu;       // where it ran when it waited last
+  std::uint32_t home;      // where it ran when the measurement began,
+  std::uint64_t allowed;   // and where it may run: a hash of its affinity
   std::uint32_t line_ns;   // what this rank measured; 0 if it did not
 };
 
@@ -91,7 +93,7 @@ struct AreaLayout {
     // For more ranks a second exchange costs more than reading the whole message of each other rank.
     at.slot_bytes = ranks <= 2 ? 2 * 1024 : 4 * 1024;
     // A ring that is larger than a core's L2 and, all rings together, smaller than L3; see [Note: the ring].
-    at.ring_bytes = ranks <= 2 ? 4u << 20 : ranks <= 4 ? 2u << 20 : ranks <= 8 ? 1u << 20 : 256u << 10;
+    at.ring_bytes = ranks <= 2 ? 2u << 20 : ranks <= 4 ? 2u << 20 : ranks <= 8 ? 1u << 20 : 256u << 10;
     at.window_bytes = at.ring_bytes / 8;
     at.channel_bytes = ranks <= 8 ? 256 * 1024 : ranks <= 32 ? 64 * 1024 : 16 * 1024;
     const auto n = static_cast<std::size_t>(ranks);

@@ -17,8 +17,6 @@ namespace {
 
 constexpr std::int64_t kYieldNs = 50'000;         // how long to yield before sleeping
 constexpr std::int64_t kNapNs = 8'000'000;        // how long to sleep before looking around
-constexpr int kSpinsAlone = 1000;                 // about 20 us where every rank has a core
-constexpr int kSpinsShared = 5;                   // where the awaited rank may need this very core
 
 bool has_membarrier() {
   static const bool has = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0;
@@ -39,7 +37,7 @@ std::int64_t monotonic_ns() {
 }
 
 Waiter::Waiter(Setup setup)
-    : setup_(std::move(setup)), spins_(setup_.is_oversubscribed ? kSpinsShared : kSpinsAlone), must_fence_(!has_membarrier()) {}
+    : setup_(std::move(setup)), must_fence_(!has_membarrier()) {}
 
 void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline,
                         const char* doing) {

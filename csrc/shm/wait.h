@@ -2,7 +2,7 @@
 //
 // Three stages, by what each costs where two cores serve the ranks: spin while the answer is a cache line away (tens of
 // nanoseconds), then sched_yield, which hands the core to a rank that shares it (1.4 us), then sleep in a futex (waking a
-// sleeper on another core costs 20 us, so only after 50 us of waiting). With more ranks than cores the spin is cut short.
+// sleeper on another core costs 20 us, so only after 50 us of waiting). How long to spin, the caller knows.
 //
 // [Note: waking without a fence] A rank that publishes must know whether to wake somebody: store(flag); load(sleepers).
 // On every machine the load may overtake the store, and the fence that forbids it would cost each call 10 to 30 ns. So
@@ -63,19 +63,18 @@ class Waiter {
     int rank, ranks;
     std::vector<int> pidfds;      // one a rank; -1 where there is none (this rank itself)
     std::vector<int> pids;
-    bool is_oversubscribed;       // more ranks on this host than cores
     void (*about_to_block)();     // called before a wait that may take long, as often as that happens
     void (*check_interrupt)();    // throws if the thread has to leave (a Python signal handler raised)
   };
 
   explicit Waiter(Setup setup);
 
-  // Returns once `word` >= `target`, where rank `peer` (or anyone, if -1) writes it. Throws PeerLost, Timeout or what
-  // check_interrupt throws.
-  // The cache lines of `payload` come with it: asked for while waiting, they arrive together with the word, and not after.
-  void until(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing,
+  // Returns once `word` >= `target`, where rank `peer` (or anyone, if -1) writes it; looks `spins` times before it yields.
+  // Throws PeerLost, Timeout or what check_interrupt throws. The cache lines of `payload` come with the word: asked for
+  // while waiting, they arrive together with it, and not after.
+  void until(const std::uint64_t& word, std::uint64_t target, int peer, int spins, Deadline& deadline, const char* doing,
              const unsigned char* payload = nullptr, int payload_lines = 0) {
-    for (int i = 0; i < spins_; ++i) {
+    for (int i = 0; i <= spins; ++i) {
       for (int line = 0; line < payload_lines; ++line) __builtin_prefetch(payload + line * kLine);
       if (load_acquire(word) >= target) return;
       pause();
@@ -118,7 +117,6 @@ class Waiter {
   Setup setup_;
   std::string group_;
   const std::uint64_t* seq_ = nullptr;
-  int spins_;
   bool must_fence_;
 };
 
