@@ -23,6 +23,7 @@ constexpr const char* kOpNames[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR
 constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
 constexpr int kSpinsAlone = 1000;                // about 20 us, where every rank has a core
 constexpr int kSpinsElsewhere = 150;             // about 3 us, the time of two switches between ranks on another core
+constexpr std::uint64_t kCallsBetweenSteps = 16;  // a step to another core takes as long as a few calls
 constexpr std::size_t kLinesAhead = 16;           // of a payload, to ask for while waiting
 constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
 constexpr int kAttempts = 4;
@@ -31,15 +32,6 @@ constexpr int kPatience = 1000;                  // looks at the peer's counter 
 constexpr std::size_t kMeasureEvery = 32u << 20;  // bytes of traffic, a few milliseconds' worth,
 constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
 constexpr std::size_t kStreamFrom = 768;         // far apart, non-temporal stores win from here on
-
-std::uint64_t affinity_hash() {
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 0;
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-    if (CPU_ISSET(cpu, &allowed)) hash = (hash ^ static_cast<std::uint64_t>(cpu)) * 1099511628211u;
-  return hash;
-}
 
 // Counts forks: a forked child inherits the mapping, but it is not a rank.
 std::atomic<int> forks{0};
@@ -200,8 +192,13 @@ void Group::await_all(Word word, std::uint64_t target, const char* verb, std::si
   Ping& own = ping(rank_);
   const auto cpu = static_cast<std::uint32_t>(sched_getcpu());
   if (own.cpu != cpu) own.cpu = cpu;
-  for (int i = 1; i < ranks_; ++i)
-    if (ping(after(i)).cpu == cpu) await(after(i), 0);
+  int company = 1;
+  for (int i = 1; i < ranks_; ++i) {
+    if (ping(after(i)).cpu != cpu) continue;
+    ++company;
+    await(after(i), 0);
+  }
+  if (2 * company > ranks_ + 1 && seq_ % kCallsBetweenSteps == 0) step_aside(cpu);
   for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsElsewhere);  // all of them: a rank may have moved meanwhile
 }
 
@@ -297,11 +294,9 @@ void Group::measure_line(const char* verb) {
   traffic_bytes_ = 0;
   const int half = ranks_ / 2, peer = rank_ < half ? rank_ + half : rank_ < 2 * half ? rank_ - half : rank_;
   ping(rank_).home = static_cast<std::uint32_t>(sched_getcpu());
-  ping(rank_).allowed = affinity_hash();
   ping(rank_).line_ns = 0;
   sync(verb);
-  const std::vector<int> cpus = spread();
-  if (cpus[peer] != cpus[rank_]) ping(rank_).line_ns = ping_pong(peer, verb);
+  if (ping(peer).home != ping(rank_).home) ping(rank_).line_ns = ping_pong(peer, verb);
   sync(verb);
   std::uint32_t worst_ns = 0;
   for (int r = 0; r < ranks_; ++r) worst_ns = std::max(worst_ns, ping(r).line_ns);
@@ -311,33 +306,28 @@ void Group::measure_line(const char* verb) {
   is_far_ = line_ns_ > kFarNs;
 }
 
-std::vector<int> Group::spread() const {
+void Group::step_aside(std::uint32_t cpu) {
   // Ranks that take turns on a core never look busy to the system's load balancer for long, so it leaves three on one core
-  // and one on the other, which doubles the time of a small call. Every rank computes the same even spread; those that are
-  // too many on their core step over. Their affinity stays what it was.
-  std::vector<int> cpus(ranks_);
-  for (int r = 0; r < ranks_; ++r) cpus[r] = static_cast<int>(ping(r).home) % CPU_SETSIZE;
+  // and one on the other, which doubles the time of a small call. Where there are too many, the last of them steps over to
+  // the core with the fewest; its affinity stays what it was.
   cpu_set_t allowed, target;
-  if (!setup_.is_oversubscribed || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return cpus;
-  for (int r = 0; r < ranks_; ++r)
-    if (ping(r).allowed != ping(rank_).allowed) return cpus;  // somebody has placed them already
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
   const int most = (ranks_ + CPU_COUNT(&allowed) - 1) / CPU_COUNT(&allowed);
-  std::vector<int> ranks_on(CPU_SETSIZE, 0), surplus;
-  for (int r = 0; r < ranks_; ++r)
-    if (ranks_on[cpus[r]]++ >= most) surplus.push_back(r);
-  int cpu = 0;
-  for (const int r : surplus) {
-    while (cpu < CPU_SETSIZE && !(CPU_ISSET(cpu, &allowed) && ranks_on[cpu] < most)) ++cpu;
-    if (cpu == CPU_SETSIZE) break;
-    ++ranks_on[cpu];
-    cpus[r] = cpu;
+  std::vector<int> ranks_on(CPU_SETSIZE, 0);
+  int last = 0;
+  for (int r = 0; r < ranks_; ++r) {
+    const std::uint32_t its = r == rank_ ? cpu : ping(r).cpu % CPU_SETSIZE;
+    ++ranks_on[its];
+    if (its == cpu) last = r;
   }
-  if (cpus[rank_] != static_cast<int>(ping(rank_).home)) {
-    CPU_ZERO(&target);
-    CPU_SET(cpus[rank_], &target);
-    if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
-  }
-  return cpus;
+  if (last != rank_ || ranks_on[cpu] <= most) return;
+  int best = -1;
+  for (int other = 0; other < CPU_SETSIZE; ++other)
+    if (CPU_ISSET(other, &allowed) && (best < 0 || ranks_on[other] < ranks_on[best])) best = other;
+  if (best < 0 || ranks_on[best] >= most) return;
+  CPU_ZERO(&target);
+  CPU_SET(best, &target);
+  if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 std::uint32_t Group::ping_pong(int peer, const char* verb) {

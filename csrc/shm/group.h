@@ -177,7 +177,7 @@ class Group {
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);
   std::uint32_t ping_pong(int peer, const char* verb);
-  std::vector<int> spread() const;  // evens out how many ranks run on a core; returns every rank's
+  void step_aside(std::uint32_t cpu);  // to a core with fewer ranks, if this one has too many
 
   Setup setup_;
   int rank_, ranks_;

@@ -46,8 +46,7 @@ struct alignas(2 * kLine) Counter {
 struct alignas(2 * kLine) Ping {
   std::uint64_t count;
   std::uint32_t cpu;       // where it ran when it waited last
-  std::uint32_t home;      // where it ran when the measurement began,
-  std::uint64_t allowed;   // and where it may run: a hash of its affinity
+  std::uint32_t home;      // where it ran when the measurement began
   std::uint32_t line_ns;   // what this rank measured; 0 if it did not
 };
 
