@@ -91,9 +91,12 @@ struct AreaLayout {
     at.ranks = ranks;
     // For more ranks a second exchange costs more than reading the whole message of each other rank.
     at.slot_bytes = ranks <= 2 ? 2 * 1024 : 4 * 1024;
-    // A ring that is larger than a core's L2 and, all rings together, smaller than L3; see [Note: the ring].
-    at.ring_bytes = ranks <= 2 ? 2u << 20 : ranks <= 4 ? 2u << 20 : ranks <= 8 ? 1u << 20 : 256u << 10;
-    at.window_bytes = at.ring_bytes / 8;
+    // A ring that is larger than a core's L2 and, all rings together, smaller than L3; see [Note: the ring]. Where ranks
+    // take turns on a core, large windows save turns.
+    at.ring_bytes = ranks <= 2 ? 2u << 20 : ranks <= 4 ? 4u << 20 : ranks <= 8 ? 2u << 20 : 256u << 10;
+    // A window and its results take at most 3/2 of this, and four such must fit the ring: then the last two windows lie
+    // whole behind the place of the next, also where that starts over at 0 after windows of any lengths.
+    at.window_bytes = at.ring_bytes / 7 / kPage * kPage;
     at.channel_bytes = ranks <= 8 ? 256 * 1024 : ranks <= 32 ? 64 * 1024 : 16 * 1024;
     const auto n = static_cast<std::size_t>(ranks);
     std::size_t end = round_up(sizeof(Control), kLine);
