@@ -34,6 +34,12 @@ def _text(raw: str) -> str:
     return raw.strip()
 
 
+def _flag(raw: str) -> bool:
+    if raw.strip() not in ("0", "1"):
+        raise ValueError(raw)
+    return raw.strip() == "1"
+
+
 _TABLE = (
     Variable(
         name="PYCOMM_TRANSPORT",
@@ -52,6 +58,12 @@ _TABLE = (
         parse=_text,
         default="warning",
         meaning="debug, info, warning or error; info says at init what was found and chosen",
+    ),
+    Variable(
+        name="PYCOMM_MPI_CUDA_AWARE",
+        parse=_flag,
+        default=None,
+        meaning="1 or 0: whether the MPI takes CUDA memory, if asking the library gives the wrong answer",
     ),
 )
 

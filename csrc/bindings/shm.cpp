@@ -108,6 +108,7 @@ void bind_group(py::module_& m) {
            NoGil())
       .def("test", [](Group& g, const std::shared_ptr<Message>& message) { return g.mailbox().test(message); }, NoGil())
       .def("wait", [](Group& g, const std::shared_ptr<Message>& message, double timeout_s) { g.mailbox().wait(message, nanoseconds(timeout_s)); }, NoGil())
+      .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))
       .def("area_of_child", &Group::area_of_child, py::arg("leader"), py::arg("key"), NoGil())
       .def("close", &Group::close, NoGil())
       .def_property_readonly("line_ns", &Group::line_ns);

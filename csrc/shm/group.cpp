@@ -23,7 +23,7 @@ constexpr const char* kOpNames[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR
 constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
 constexpr int kSpinsAlone = 1000;                // about 20 us, where every rank has a core
 constexpr int kSpinsElsewhere = 150;             // about 3 us, the time of two switches between ranks on another core
-constexpr std::uint64_t kCallsBetweenSteps = 16;  // a step to another core takes as long as a few calls
+constexpr int kCrowdedRounds = 4;                // so many on a crowded core before a rank steps aside
 constexpr std::size_t kLinesAhead = 16;           // of a payload, to ask for while waiting
 constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
 constexpr int kAttempts = 4;
@@ -198,7 +198,7 @@ void Group::await_all(Word word, std::uint64_t target, const char* verb, std::si
     ++company;
     await(after(i), 0);
   }
-  if (2 * company > ranks_ + 1 && seq_ % kCallsBetweenSteps == 0) step_aside(cpu);
+  if (2 * company > ranks_ + 1 && ++crowded_rounds_ % kCrowdedRounds == 0) step_aside(cpu);
   for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsElsewhere);  // all of them: a rank may have moved meanwhile
 }
 

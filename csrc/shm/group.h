@@ -80,6 +80,7 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   int rank() const { return rank_; }
+  void set_timeout(std::int64_t timeout_ns) { setup_.timeout_ns = timeout_ns; }  // of calls that name none
   int ranks() const { return ranks_; }
 
   // Collectives. `call.numel` counts the elements of one rank's part: of the buffer itself in all_reduce, reduce and
@@ -196,6 +197,7 @@ class Group {
   struct {
     std::vector<unsigned char*> inputs, outputs;
   } heap_buffers_;
+  int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   bool has_ring_ = false;
   bool is_closed_ = false;
   bool is_far_ = false;  // a cache line takes long between the cores

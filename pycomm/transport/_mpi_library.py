@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .. import env
 from ..errors import NativeUnavailableError
 
 __all__ = ["import_mpi", "is_cuda_aware"]
@@ -37,7 +38,13 @@ def import_mpi() -> Any:
 
 @cache
 def is_cuda_aware() -> bool:
-    """Says whether the loaded MPI takes CUDA memory: asks it, by the query that MPICH and Open MPI share."""
+    """Says whether the loaded MPI takes CUDA memory: asks it, by the query that MPICH and Open MPI share.
+
+    ``PYCOMM_MPI_CUDA_AWARE`` overrides the answer.
+    """
+    said = env.read("PYCOMM_MPI_CUDA_AWARE")
+    if said is not None:
+        return bool(said)
     import_mpi()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     for path in sorted(set(re.findall(r"\S*/libmpi\.so\S*", maps))):

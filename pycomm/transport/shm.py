@@ -72,7 +72,7 @@ class ShmTransport(Transport):
     ) -> None:
         self.rank = rank
         self.world_size = len(host_ranks)
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self._host = host
         self._host_ranks = tuple(host_ranks)
         self._name = group_name
@@ -94,6 +94,16 @@ class ShmTransport(Transport):
         self.fast: Mapping[str, Callable[..., bool]] = MappingProxyType(
             self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
         )
+
+    @property
+    def timeout_s(self) -> float:  # type: ignore[override]
+        """The timeout of calls that name none, in seconds; the short cuts go by it too."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._group.set_timeout(timeout_s)
 
     @property
     def line_ns(self) -> float:

@@ -1,4 +1,7 @@
-"""What the environment says under each launcher. The environments were recorded, then shortened."""
+"""What the environment says under each launcher.
+
+MPICH's environment was recorded and shortened; the others' are written from the launchers' documentation.
+"""
 
 from __future__ import annotations
 

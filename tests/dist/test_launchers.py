@@ -161,3 +161,14 @@ def test_wrong_usage_of_pycomm_run(
         code = error.code
     assert code == exit_code
     assert words in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_main_job_learns_the_digits() -> None:
+    """The example that ``make run`` runs ends with its accuracy, equal ranks and a bandwidth table, and exit code 0."""
+    example = Path(__file__).parents[2] / "examples" / "train_digits.py"
+    done = start([str(BIN / "pycomm"), "run", "-n", "2", str(example)])
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    accuracy = re.search(r"accuracy\D*([0-9.]+) ?%", done.stdout)
+    assert accuracy is not None and float(accuracy[1]) >= 97, done.stdout
+    assert "all_reduce" in done.stdout and "GB/s" in done.stdout

@@ -122,6 +122,18 @@ def test_a_timeout_is_everybodys() -> None:
     run_ranks(2, run_out_of_time)
 
 
+def run_out_of_the_groups_time(rank: int) -> None:
+    group = pycomm.new_group([0, 1], timeout=0.2)
+    if rank == 1:
+        time.sleep(0.6)
+    with pytest.raises(CollectiveTimeoutError, match="rank 0"):
+        pycomm.all_reduce(torch.ones(3), group=group)
+
+
+def test_a_groups_timeout_holds_for_its_short_cuts() -> None:
+    run_ranks(2, run_out_of_the_groups_time)
+
+
 def close_early(rank: int) -> None:
     if rank == 1:
         return
@@ -302,6 +314,19 @@ def reduce_thrice(rank: int) -> None:
 
 def test_64_ranks() -> None:
     run_ranks(64, reduce_thrice)
+
+
+def reduce_beyond_int32(rank: int) -> None:
+    numel = 2**31 + 5
+    t = torch.ones(numel, dtype=torch.int8)
+    t[-1] = rank
+    pycomm.all_reduce(t)
+    assert t[:1000].eq(2).all() and t[2**31 - 500 : -1].eq(2).all() and t[-1] == 1
+
+
+@pytest.mark.slow
+def test_a_tensor_of_more_than_2_gib() -> None:
+    run_ranks(2, reduce_beyond_int32, timeout_s=110)
 
 
 # -- strangers -------------------------------------------------------------------------------------------------------------
