@@ -67,7 +67,7 @@ class ShmGroup:
         name: str,
         members: int,
         timeout_s: float,
-        is_oversubscribed: bool,
+        ranks_per_core: int,
         heaps: ShmHeaps,
     ) -> None: ...
     @property

@@ -55,7 +55,7 @@ void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, b
   use_ring();
   // From one root to the others small pieces, so that filling and using overlap; where all do both at once, or where a
   // piece costs switches between ranks that share a core, large ones.
-  const std::size_t window_bytes = has_root(call.verb) && !setup_.is_oversubscribed ? at_.window_bytes / kPieces : at_.window_bytes;
+  const std::size_t window_bytes = has_root(call.verb) && !take_turns() ? at_.window_bytes / kPieces : at_.window_bytes;
   const std::size_t piece = window_bytes / parts / kLine * kLine;
   for (std::size_t offset = 0; offset < total; offset += piece) {
     const std::size_t bytes = std::min(piece, total - offset), stride = round_up(bytes, kLine), place = take(parts * stride);

@@ -81,11 +81,12 @@ Group::Group(Setup setup)
   area_ = mapping_->data();
   mapping_->populate(0, at_.resident, false);
   waiter_ = std::make_unique<Waiter>(Waiter::Setup{reinterpret_cast<Control*>(area_), reinterpret_cast<Sleeper*>(area_ + at_.sleepers),
-                                                   rank_, ranks_, setup_.pidfds, setup_.pids, setup_.about_to_block, setup_.check_interrupt});
+                                                   rank_, ranks_, setup_.pidfds, setup_.pids, setup_.ranks_per_core,
+                                                   setup_.about_to_block, setup_.check_interrupt});
   waiter_->name(setup_.name, &seq_);
   mailbox_ = std::make_unique<Mailbox>(area_, at_, Waiter::Setup{reinterpret_cast<Control*>(area_ + at_.mail_control),
                                        reinterpret_cast<Sleeper*>(area_ + at_.mail_sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
-                                       setup_.about_to_block, setup_.check_interrupt}, setup_.name,
+                                       setup_.ranks_per_core, setup_.about_to_block, setup_.check_interrupt}, setup_.name,
                                        [this](std::size_t offset, std::size_t bytes) { mapping_->populate(offset, bytes, false); });
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};
@@ -183,7 +184,7 @@ void Group::await_all(Word word, std::uint64_t target, const char* verb, std::si
   const int lines = payload_bytes <= sizeof(Header::payload) ? 0 : static_cast<int>(std::min((payload_bytes + kLine - 1) / kLine, kLinesAhead));
   const auto await = [&](int r, int spins) { waiter_->until(word(r), target, r, spins, deadline_, verb, line(r) + sizeof(Header), lines); };
   const auto after = [&](int i) { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; };
-  if (!setup_.is_oversubscribed) {
+  if (!take_turns()) {
     for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsAlone);
     return;
   }

@@ -67,7 +67,7 @@ class Group {
     std::string name;
     std::uint64_t members;          // hash of the member list
     std::int64_t timeout_ns;
-    bool is_oversubscribed;         // more ranks on the host than cores
+    int ranks_per_core;             // of the host, rounded up: above 1 ranks take turns
     std::shared_ptr<Heaps> heaps;
     void (*about_to_block)();       // see wait.h
     void (*check_interrupt)();
@@ -134,6 +134,7 @@ class Group {
   unsigned char* payload(int rank, std::size_t bytes) const {
     return bytes <= sizeof(Header::payload) ? header(rank).payload : line(rank) + sizeof(Header);
   }
+  bool take_turns() const { return setup_.ranks_per_core > 1; }
   bool fits_slot(std::size_t bytes) const { return bytes <= at_.slot_bytes; }
   unsigned char* staged(int rank, std::size_t place) const {
     return area_ + at_.rings + static_cast<std::size_t>(rank) * at_.ring_bytes + place;

@@ -15,7 +15,7 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::int64_t kYieldNs = 50'000;         // how long to yield before sleeping
+constexpr std::int64_t kYieldNs = 50'000;         // how long to yield before sleeping, times the ranks that share a core
 constexpr std::int64_t kNapNs = 8'000'000;        // how long to sleep before looking around
 
 bool has_membarrier() {
@@ -48,7 +48,7 @@ void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int pee
   do {
     sched_yield();
     if (is_ready()) return;
-  } while (monotonic_ns() - start < kYieldNs);
+  } while (monotonic_ns() - start < setup_.ranks_per_core * kYieldNs);
   for (;;) {
     doze(peer, is_ready);
     if (is_ready()) return;

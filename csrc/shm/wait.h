@@ -63,6 +63,7 @@ class Waiter {
     int rank, ranks;
     std::vector<int> pidfds;      // one a rank; -1 where there is none (this rank itself)
     std::vector<int> pids;
+    int ranks_per_core;
     void (*about_to_block)();     // called before a wait that may take long, as often as that happens
     void (*check_interrupt)();    // throws if the thread has to leave (a Python signal handler raised)
   };

@@ -47,11 +47,11 @@ class _Host:
     of them.
     """
 
-    def __init__(self, fd: int, pidfds: Sequence[int], pids: Sequence[int], is_oversubscribed: bool, rank: int) -> None:
+    def __init__(self, fd: int, pidfds: Sequence[int], pids: Sequence[int], ranks_per_core: int, rank: int) -> None:
         self.fd = fd
         self.pidfds = tuple(pidfds)
         self.pids = tuple(pids)
-        self.is_oversubscribed = is_oversubscribed
+        self.ranks_per_core = ranks_per_core
         self.rank = rank
         self.heaps = native().ShmHeaps(fd, len(pids), rank)
 
@@ -88,7 +88,7 @@ class ShmTransport(Transport):
             name=group_name,
             members=int.from_bytes(members, "little"),
             timeout_s=timeout_s,
-            is_oversubscribed=host.is_oversubscribed,
+            ranks_per_core=host.ranks_per_core,
             heaps=host.heaps,
         )
         self.fast: Mapping[str, Callable[..., bool]] = MappingProxyType(
@@ -96,7 +96,7 @@ class ShmTransport(Transport):
         )
 
     @property
-    def timeout_s(self) -> float:  # type: ignore[override]
+    def timeout_s(self) -> float:
         """The timeout of calls that name none, in seconds; the short cuts go by it too."""
         return self._timeout_s
 
@@ -245,5 +245,5 @@ def connect(spec: ConnectSpec) -> ShmTransport:
             f"init: transport 'shm' joins up to {limit} ranks, got {spec.world_size}; use transport='mpi' or 'torch'"
         )
     memory = share_memory(spec.store, host, spec.rank, spec.world_size, spec.timeout_s)
-    joined = _Host(memory.fd, memory.pidfds, memory.pids, spec.world_size > memory.cores, spec.rank)
+    joined = _Host(memory.fd, memory.pidfds, memory.pids, -(-spec.world_size // memory.cores), spec.rank)
     return ShmTransport(joined, range(spec.world_size), spec.rank, "world", 0, spec.timeout_s)
