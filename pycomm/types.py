@@ -9,7 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["DTYPES", "DType", "PremulSum", "ReduceOp", "dtype_of_code", "dtype_of_name", "premul_sum"]
+__all__ = ["DTYPES", "VERBS", "DType", "PremulSum", "ReduceOp", "dtype_of_code", "dtype_of_name", "premul_sum"]
+
+
+# The collectives that a transport may carry and a plan may describe; the other verbs are made of these.
+VERBS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter_single",
+    "broadcast",
+    "all_gather_single",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+    "barrier",
+)
 
 
 class ReduceOp(IntEnum):

@@ -27,7 +27,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..errors import PlanError
-from .plan import VERBS, Chunk, Copy, Plan, Recv, Reduce, Round, Send, Space
+from ..types import VERBS
+from .plan import Chunk, Copy, Plan, Recv, Reduce, Round, Send, Space
 
 __all__ = ["plan"]
 
@@ -39,7 +40,7 @@ _WHOLE_OUTPUT = Chunk(Space.OUTPUT, 0)
 def plan(verb: str, rank: int, world_size: int, root: int = 0) -> Plan:
     """Returns the plan of ``rank`` for ``verb``; ``root`` matters to reduce, broadcast, gather and scatter.
 
-    Raises PlanError for a verb that is not in ``plan.VERBS`` and for ranks outside the world.
+    Raises PlanError for a verb that is not in ``types.VERBS`` and for ranks outside the world.
     """
     if verb not in VERBS:
         raise PlanError(f"direct has no plan for {verb!r}; it has: {', '.join(VERBS)}")

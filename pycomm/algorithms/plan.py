@@ -14,19 +14,7 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 
-__all__ = ["VERBS", "Action", "Chunk", "Copy", "Plan", "Recv", "Reduce", "Round", "Send", "Space"]
-
-VERBS = (
-    "all_reduce",
-    "reduce",
-    "reduce_scatter_single",
-    "broadcast",
-    "all_gather_single",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-    "barrier",
-)
+__all__ = ["Action", "Chunk", "Copy", "Plan", "Recv", "Reduce", "Round", "Send", "Space"]
 
 
 class Space(Enum):

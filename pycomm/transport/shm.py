@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ConfigError
 from ..ops import native
-from ..types import ReduceOp, dtype_of_name
+from ..types import VERBS, ReduceOp, dtype_of_name
 from ._handoff import share_memory
 from .base import Request, Transport
 
@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShmTransport", "connect"]
 
-_VERBS = frozenset(
-    {
-        "all_reduce",
-        "reduce",
-        "reduce_scatter_single",
-        "broadcast",
-        "all_gather_single",
-        "all_to_all_single",
-        "gather",
-        "scatter",
-        "barrier",
-    }
-)
 _CODES = {getattr(torch, name): dtype.code for name in dir(torch) if (dtype := dtype_of_name(name)) is not None}
 
 
@@ -65,7 +52,7 @@ class ShmTransport(Transport):
     """Joins ranks of one host through the host's memory."""
 
     name = "shm"
-    native = _VERBS
+    native = frozenset(VERBS)
 
     def __init__(
         self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float
@@ -113,7 +100,7 @@ class ShmTransport(Transport):
         return float(self._group.line_ns)
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
-        return verb in _VERBS and dtype in _CODES
+        return verb in self.native and dtype in _CODES
 
     def allocate(self, nbytes: int) -> Any:
         """Returns memory that every rank of the host can reach: an object with the buffer protocol, given back when

@@ -9,8 +9,9 @@ from collections import defaultdict
 import pytest
 
 from pycomm.algorithms import direct
-from pycomm.algorithms.plan import VERBS, Chunk, Copy, Plan, Recv, Reduce, Round, Send, Space
+from pycomm.algorithms.plan import Chunk, Copy, Plan, Recv, Reduce, Round, Send, Space
 from pycomm.errors import PlanError
+from pycomm.types import VERBS
 
 WORLDS = (1, 2, 3, 4, 5, 8, 17, 64)
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
