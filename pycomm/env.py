@@ -27,7 +27,7 @@ class Variable:
     @property
     def type_name(self) -> str:
         """What a user should write, e.g. ``"float"``."""
-        return "str" if self.parse is _text else self.parse.__name__.lstrip("_")
+        return "str" if self.parse is _text else "0 or 1" if self.parse is _flag else self.parse.__name__
 
 
 def _text(raw: str) -> str:

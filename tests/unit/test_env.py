@@ -31,5 +31,5 @@ def test_only_names_of_the_table_can_be_asked_for() -> None:
 
 
 def test_every_variable_says_its_type_and_meaning() -> None:
-    assert {variable.type_name for variable in env.VARIABLES.values()} <= {"str", "float", "int"}
+    assert {variable.type_name for variable in env.VARIABLES.values()} <= {"str", "float", "int", "0 or 1"}
     assert all(len(variable.meaning) > 20 for variable in env.VARIABLES.values())

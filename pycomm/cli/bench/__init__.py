@@ -129,9 +129,11 @@ def main(argv: Sequence[str]) -> int:
 def _measure(options: argparse.Namespace, settings: Settings) -> int:
     """Starts the jobs and drives them from this process."""
     from .facts import machine_facts
+    from .job import INTERRUPT
     from .report import Report
     from .session import start_jobs
 
+    INTERRUPT.listen()
     with closing(Report(options.json)) as report:
         report.facts(machine_facts())
         try:

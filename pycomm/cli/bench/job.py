@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ...errors import PycommError
@@ -24,7 +25,7 @@ from .worker.cases import Case
 from .worker.runner import Runner
 from .worker.wire import Channel
 
-__all__ = ["InsideJob", "Job", "JobFailedError", "SpawnedJob"]
+__all__ = ["INTERRUPT", "InsideJob", "Job", "JobFailedError", "SpawnedJob"]
 
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 300.0
@@ -33,6 +34,29 @@ TAIL_BYTES = 2000
 
 class JobFailedError(PycommError):
     """A job could not be started, crashed, or did not answer in time."""
+
+
+class Interrupt:
+    """Remembers Ctrl-C: Python drops a KeyboardInterrupt that happens to rise in a destructor or a finalizer."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+
+    def listen(self) -> None:
+        """Takes over SIGINT, which raises KeyboardInterrupt as before."""
+        signal.signal(signal.SIGINT, self._note)
+
+    def raise_again(self) -> None:
+        """Raises KeyboardInterrupt if there was one that did not end the program."""
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._has_come = True
+        signal.default_int_handler(number, frame)
+
+
+INTERRUPT = Interrupt()
 
 
 class Job(ABC):
@@ -150,6 +174,7 @@ class SpawnedJob(Job):
     def _accept(self, deadline: float) -> Channel:
         self._listener.settimeout(0.2)
         while time.monotonic() < deadline:
+            INTERRUPT.raise_again()
             with contextlib.suppress(TimeoutError):
                 channel = Channel(self._listener.accept()[0])
                 self._pidfds.append(os.pidfd_open(int(self._receive(channel, START_TIMEOUT_S)["pid"])))
@@ -160,6 +185,7 @@ class SpawnedJob(Job):
         raise self._failure(f"not all of {self.world_size} ranks connected within {START_TIMEOUT_S:.0f} s")
 
     def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        INTERRUPT.raise_again()
         try:
             for channel in self._channels:
                 channel.send(command)
