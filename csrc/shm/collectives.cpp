@@ -49,8 +49,8 @@ void Group::exchange(const Call& call, const void* data, std::size_t bytes) {
   meet(call, bytes);
 }
 
-template <class Fill, class Use>
-void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use) {
+template <class Fill, class Use, class Meanwhile>
+void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use, Meanwhile meanwhile) {
   const char* verb = verb_name(call.verb);
   use_ring();
   // From one root to the others small pieces, so that filling and using overlap; where all do both at once, or where a
@@ -67,6 +67,7 @@ void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, b
       meet(call);
       has_met = true;
     }
+    meanwhile(offset, bytes);
     await_windows(verb);
     use(part, offset, bytes);
     ++window_;
@@ -285,15 +286,14 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   in_windows(
       call, bytes, 1, /*has_met=*/false,
       [&](auto part, std::size_t offset, std::size_t length) {
-        for (std::size_t at = 0; at < length; at += kL1Bytes) {  // while it is in L1, the input is copied twice
-          const std::size_t count = std::min(kL1Bytes, length - at);
-          put(part(rank_, 0) + at, bytes_of(input) + offset + at, count);
-          if (block(rank_) != input) keep(block(rank_) + offset + at, bytes_of(input) + offset + at, count, n * bytes);
-        }
+        put(part(rank_, 0), bytes_of(input) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
         for (int r = 0; r < ranks_; ++r)
           if (r != rank_) keep(block(r) + offset, part(r, 0), length, n * bytes);
+      },
+      [&](std::size_t offset, std::size_t length) {
+        if (block(rank_) != input) keep(block(rank_) + offset, bytes_of(input) + offset, length, n * bytes);
       });
 }
 

@@ -169,8 +169,12 @@ class Group {
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece.
   // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
   // `use(part, offset, bytes)` are given `part(rank, i)`, the address of rank's part i, and the piece.
-  template <class Fill, class Use>
-  void in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use);
+  // `meanwhile(offset, bytes)` is what there is to do until the others have filled theirs.
+  struct Nothing {
+    void operator()(std::size_t, std::size_t) const {}
+  };
+  template <class Fill, class Use, class Meanwhile = Nothing>
+  void in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use, Meanwhile meanwhile = {});
   void all_reduce_in_slots(void* output, const Call& call);
   void all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine);
   void all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
