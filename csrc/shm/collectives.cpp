@@ -9,7 +9,7 @@ namespace pycomm::shm {
 namespace {
 
 constexpr std::size_t kL1Bytes = 16 * 1024;  // half of it
-constexpr std::size_t kPieces = 4;
+constexpr std::size_t kPieces = 8;
 constexpr std::size_t kStreamOutputFrom = 16u << 20;  // a result that long leaves the caches anyway, so it is not read into them
 constexpr std::size_t kHeapsFrom = 2048;  // below, copying into a slot costs less than a second synchronization
 
