@@ -1,4 +1,4 @@
-// The collectives over shared memory. group.h has the two notes that they rest on.
+// The collectives over shared memory. group.h has the notes that they rest on.
 #include <algorithm>
 #include <cstring>
 
@@ -61,7 +61,7 @@ void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, b
     const std::size_t bytes = std::min(piece, total - offset), stride = round_up(bytes, kLine), place = take(parts * stride);
     const auto part = [&](int rank, std::size_t i) { return staged(rank, place + i * stride); };
     fill(part, offset, bytes);
-    publish_window();
+    publish_window(window_);
     if (!has_met) {
       publish(call);
       meet(call);
@@ -131,7 +131,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   const char* verb = verb_name(call.verb);
   const std::size_t item = item_bytes(call.dtype), piece = at_.window_bytes / item;
   const auto result_of = [&](std::size_t place, std::size_t numel) { return place + round_up(numel * item, kLine); };  // behind the contributions
-  const auto fill = [&](std::size_t first) {  // what the others reduce
+  const auto fill = [&](std::size_t first, std::uint64_t window) {  // what the others reduce
     const std::size_t numel = std::min(piece, call.numel - first);
     const std::size_t place = take(round_up(numel * item, kLine) + part_bound(numel, ranks_, item) * item);
     for (int r = 0; r < ranks_; ++r) {
@@ -139,26 +139,23 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
       const Part part = part_of(numel, r, ranks_, item);
       put(staged(rank_, place) + part.start * item, input + (first + part.start) * item, part.numel * item);
     }
-    publish_window();
+    publish_window(window);
     return place;
   };
   use_ring();
   std::size_t place = 0;
-  if (!mine.are_shared()) place = fill(0);
+  if (!mine.are_shared()) place = fill(0, window_);
   publish(call, mine);
   meet(call);
   if (count_shared() == ranks_) return all_reduce_in_heaps(call);
   load_factors(call);
-  if (mine.are_shared()) place = fill(0);
+  if (mine.are_shared()) place = fill(0, window_);
   for (std::size_t first = 0; first < call.numel; first += piece) {
     const std::size_t numel = std::min(piece, call.numel - first);
     std::size_t next = 0;
     await_windows(verb);
-    if (first + piece < call.numel) {  // the next window fills while others are still reducing this one
-      ++window_;
-      next = fill(first + piece);
-      --window_;
-    }
+    // The next window fills while others are still reducing this one.
+    if (first + piece < call.numel) next = fill(first + piece, window_ + 1);
     const Part part = part_of(numel, rank_, ranks_, item);
     unsigned char* const sum = output + (first + part.start) * item;
     for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? input + (first + part.start) * item : staged(r, place) + part.start * item;

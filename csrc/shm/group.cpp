@@ -147,7 +147,7 @@ Group::Entry::Entry(Group& group, const char* verb, std::int64_t timeout_ns) : g
 
 Group::Entry::~Entry() {
   // The header that comes next was read by everybody two calls ago; asking for its line now spares the next call that wait.
-  prefetch_for_write(group_.area_ + group_.at_.slots + (2 * static_cast<std::size_t>(group_.rank_) + ((group_.seq_ + 1) & 1)) * group_.at_.slot_stride);
+  prefetch_for_write(group_.slot(group_.rank_, group_.seq_ + 1));
   group_.is_busy_.store(false, std::memory_order_release);
 }
 
@@ -248,8 +248,8 @@ std::size_t Group::take(std::size_t bytes) {
   return place;
 }
 
-void Group::publish_window() {
-  store_release(published(rank_), window_ + 1);
+void Group::publish_window(std::uint64_t window) {
+  store_release(published(rank_), window + 1);
   waiter_->published();
 }
 
@@ -267,7 +267,7 @@ void Group::await_results(const char* verb) {
 }
 
 void Group::sync(const char* verb) {
-  publish_window();
+  publish_window(window_);
   await_windows(verb);
   ++window_;
 }

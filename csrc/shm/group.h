@@ -126,9 +126,11 @@ class Group {
     bool are_shared() const { return input != 0 && output != 0; }
   };
 
-  unsigned char* line(int rank) const {
-    return area_ + at_.slots + (2 * static_cast<std::size_t>(rank) + (seq_ & 1)) * at_.slot_stride;
+  // A rank's slot for collective #seq; [Note: two slots].
+  unsigned char* slot(int rank, std::uint64_t seq) const {
+    return area_ + at_.slots + (2 * static_cast<std::size_t>(rank) + (seq & 1)) * at_.slot_stride;
   }
+  unsigned char* line(int rank) const { return slot(rank, seq_); }
   Header& header(int rank) const { return *reinterpret_cast<Header*>(line(rank)); }
   // Where rank `rank` puts a message of up to slot_bytes: the smallest travel in the header's own cache line.
   unsigned char* payload(int rank, std::size_t bytes) const {
@@ -157,7 +159,7 @@ class Group {
 
   void use_ring();                       // populates this rank's ring, once
   std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
-  void publish_window();                 // this rank's part of the current window is written
+  void publish_window(std::uint64_t window);  // this rank's part of it is written
   void await_windows(const char* verb);
   void publish_result();
   void await_results(const char* verb);

@@ -69,7 +69,6 @@ struct alignas(2 * kLine) Control {
   std::uint64_t failure;   // 0, or what broke the group: kind | (1 + rank) << 8
   std::uint32_t sleepers;  // how many ranks sleep in a futex
   std::uint32_t left;      // how many members have closed the group
-  std::uint64_t members;   // hash of the member list, the same from every member
 };
 
 // Byte offsets inside the area of a group of `ranks` members.
