@@ -1,5 +1,6 @@
 # make run    set up .venv, then data-parallel training on real data: the main job, end to end
 # make test   set up .venv, then the test suite
+# make gpu-check  on a machine with a GPU: build with CUDA, GPU tests, benchmark of the kernels
 # make peers  the libraries that `pycomm bench --against` compares with, each in an environment of its own
 # Needs Python 3.11+ with venv and headers, a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
 
@@ -9,17 +10,24 @@ bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: run test peers lint wheel clean setup
+.PHONY: run test peers lint gpu-check wheel clean setup
 .DELETE_ON_ERROR:
 
 run: setup
 	$(bin)/pycomm run -n 2 examples/train_digits.py
 
-test: setup
+test: setup $(VENV)/.stamp-spin
 	$(bin)/python -m pytest $(TESTS)
 
 peers: setup
 	$(bin)/python -m pycomm bench --make-peers
+
+# On a machine with a GPU and nvcc: build, GPU tests, benchmark; the figures go to benchmarks/results.
+gpu-check:
+	rm -f $(VENV)/.stamp-built
+	PYCOMM_CUDA=1 $(MAKE) setup
+	$(bin)/python -m pytest tests/gpu
+	$(bin)/python benchmarks/kernels.py --device cuda --rounds 5 --json benchmarks/results/kernels-cuda.json
 
 lint: setup
 	$(bin)/ruff check .
@@ -45,6 +53,11 @@ $(VENV)/.stamp-created:
 
 $(VENV)/.stamp-packages: $(VENV)/.stamp-created pyproject.toml constraints.txt
 	$(bin)/python -m pip install -c constraints.txt torch setuptools pybind11 ninja
+	touch $@
+
+# SPIN checks the model of the shared-memory protocol (tests/model). Where it cannot be installed, those tests say so.
+$(VENV)/.stamp-spin: $(VENV)/.stamp-created
+	@command -v spin >/dev/null || { test "`id -u`" = 0 && command -v apt-get >/dev/null && { apt-get install -qy spin || { apt-get update -q && apt-get install -qy spin; }; }; } || echo "SPIN is not there: tests/model will skip. Debian, Ubuntu: apt install spin" >&2
 	touch $@
 
 $(VENV)/.stamp-built: $(VENV)/.stamp-packages setup.py pycomm/ops/_torch_build.py $(native_sources)

@@ -28,8 +28,11 @@ from .errors import (
 from .types import PremulSum, ReduceOp, premul_sum
 
 if TYPE_CHECKING:
+    from . import compression
     from .collectives.coalescing import coalescing
+    from .collectives.compression_wire import CompressionReport
     from .collectives.context import NON_MEMBER
+    from .collectives.explain import explain
     from .collectives.group import Group
     from .collectives.hooks import CollectiveRecord
     from .collectives.init import finalize, init, is_initialized, local_rank, new_group, rank, split, world_size
@@ -64,7 +67,9 @@ _MODULE_OF = {
     name: f"pycomm.collectives.{module}"
     for module, names in {
         "coalescing": "coalescing",
+        "compression_wire": "CompressionReport",
         "context": "NON_MEMBER",
+        "explain": "explain",
         "group": "Group",
         "hooks": "CollectiveRecord",
         "init": "finalize init is_initialized local_rank new_group rank split world_size",
@@ -86,6 +91,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveRecord",
     "CollectiveTimeoutError",
+    "CompressionReport",
     "Config",
     "ConfigError",
     "Group",
@@ -112,7 +118,9 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "coalescing",
+    "compression",
     "empty",
+    "explain",
     "finalize",
     "gather",
     "gather_object",
@@ -141,6 +149,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "compression":
+        return importlib.import_module("pycomm.compression")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'pycomm' has no attribute {name!r}")

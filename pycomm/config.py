@@ -32,12 +32,14 @@ class Config:
     """Settings of ``pycomm.init``; a field not given comes from its ``PYCOMM_*`` variable, else from its default.
 
     ``transport`` is a registered name or "auto"; ``timeout_s`` bounds the wait of one call, in seconds; ``log`` is a
-    level of the logger "pycomm". Raises ConfigError if a value cannot be used.
+    level of the logger "pycomm"; ``algorithms`` are rules for the table that `auto` goes by (``algorithms/tables.py``).
+    Raises ConfigError if a value cannot be used.
     """
 
     transport: str = field(default_factory=lambda: str(env.read("PYCOMM_TRANSPORT")))
     timeout_s: float = field(default_factory=lambda: float(env.read("PYCOMM_TIMEOUT_S")))
     log: str = field(default_factory=lambda: str(env.read("PYCOMM_LOG")).lower())
+    algorithms: str = field(default_factory=lambda: str(env.read("PYCOMM_ALGORITHMS")))
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport:

@@ -45,7 +45,7 @@ _TABLE = (
         name="PYCOMM_TRANSPORT",
         parse=_text,
         default="auto",
-        meaning="transport of init(transport='auto'): a registered name, or auto (shm on one host, else torch)",
+        meaning="transport of init(transport='auto'): a registered name, or auto (shm on one host, else mixed)",
     ),
     Variable(
         name="PYCOMM_TIMEOUT_S",
@@ -58,6 +58,19 @@ _TABLE = (
         parse=_text,
         default="warning",
         meaning="debug, info, warning or error; info says at init what was found and chosen",
+    ),
+    Variable(
+        name="PYCOMM_ALGORITHMS",
+        parse=_text,
+        default="",
+        meaning="rules of the table of algorithms, asked before all others; separated by ;, as `pycomm tune --show` "
+        "prints them",
+    ),
+    Variable(
+        name="PYCOMM_CACHE_DIR",
+        parse=_text,
+        default="",
+        meaning="folder of what `pycomm tune` has found, instead of pycomm in the user's cache folder",
     ),
     Variable(
         name="PYCOMM_MPI_CUDA_AWARE",

@@ -1,7 +1,7 @@
 """The members of a package by file name: ``transport/shm.py`` is the transport "shm".
 
 A leading underscore means "helper, not a member". Third parties add members by entry point, for example
-``[project.entry-points."pycomm.transports"]  ucx = "my_package.ucx"``.
+``[project.entry-points."pycomm.transports"]  ucx = "my_package.ucx"``, or with ``register``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,25 @@ class Registry:
         self.entry_point_group = entry_point_group
         self.noun = noun
         self.helpers = helpers
+        self._registered: dict[str, ModuleType] = {}
+
+    def register(self, name: str, module: ModuleType) -> None:
+        """Adds a member for this process; every rank has to. Raises ConfigError if the name is taken."""
+        if name in self.names():
+            raise ConfigError(f"{self.noun} {name!r} is there already; choose another name")
+        self._registered[name] = module
 
     def names(self) -> tuple[str, ...]:
         """Returns all names, sorted. Imports no member."""
         third_parties = {entry.name for entry in entry_points(group=self.entry_point_group)}
-        return tuple(sorted(self._own_names() | third_parties))
+        return tuple(sorted(self._own_names() | third_parties | set(self._registered)))
 
     def load(self, name: str) -> ModuleType:
         """Imports and returns the member ``name``. Raises ConfigError, listing the known names, if there is none."""
         if name in self._own_names():
             return importlib.import_module(f"{self.package}.{name}")
+        if name in self._registered:
+            return self._registered[name]
         for entry in entry_points(group=self.entry_point_group, name=name):
             loaded = entry.load()
             if not isinstance(loaded, ModuleType):

@@ -1,4 +1,5 @@
-"""Where this process stands: which launcher started it as which rank, on which host, with how many cores.
+"""Where this process stands: which launcher started it as which rank, on which host, with how many cores; and how the
+ranks of a group lie on hosts and racks (``Topology``).
 
 Everything here reads the environment and ``/proc`` alone. Nothing starts MPI, opens a socket or imports torch.
 """
@@ -8,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["LaunchInfo", "available_cores", "detect_launch", "first_host", "host_id", "local_address"]
+__all__ = ["LaunchInfo", "Topology", "available_cores", "detect_launch", "first_host", "host_id", "local_address"]
 
 # Slurm numbers its own steps (batch script, interactive shell, ...) down from here; srun's count up from 0.
 _SLURM_FIRST_RESERVED_STEP = 0xFFFF_FFF0
@@ -208,6 +209,97 @@ def _check_member(index_name: str, index: int, size_name: str, size: int, source
             f"{index_name} and {size_name} contradict each other: expected 0 <= {index_name} < {size_name}, got "
             f"{index_name} {index} and {size_name} {size} ({origin}); correct them, or unset what another job left over"
         )
+
+
+# -- a group on its hosts ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which ranks of a group share a host, and which hosts share a rack: what plans and the cost model go by.
+
+    ``hosts[h]`` are the ranks on host h, ascending; hosts are in the order of their first rank. ``racks[k]`` are the
+    hosts in rack k; empty means that all hosts stand in one. Equal on all ranks of a group. Raises ConfigError unless
+    every rank stands on one host and every host in one rack.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    racks: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.racks:
+            object.__setattr__(self, "racks", (tuple(range(len(self.hosts))),))
+        for noun, of, parts in (("ranks", "hosts", self.hosts), ("hosts", "racks", self.racks)):
+            members = sorted(member for part in parts for member in part)
+            if not members or members != list(range(len(members))) or not all(parts):
+                raise ConfigError(
+                    f"topology: expected {noun} 0, 1, ... each in one of the {of}, got {str(parts)[:200]}"
+                )
+        if sum(map(len, self.racks)) != len(self.hosts):
+            raise ConfigError(f"topology: expected racks of {len(self.hosts)} hosts, got {str(self.racks)[:200]}")
+
+    @staticmethod
+    @cache
+    def flat(world_size: int) -> Topology:
+        """Returns ``world_size`` ranks on one host."""
+        return Topology((tuple(range(world_size)),))
+
+    @staticmethod
+    def of_sizes(sizes: Sequence[int], hosts_per_rack: int = 0) -> Topology:
+        """Returns hosts of ``sizes`` ranks each, numbered in order, ``hosts_per_rack`` to a rack (0: all in one)."""
+        starts = [sum(sizes[:host]) for host in range(len(sizes))] if len(set(sizes)) > 1 else None
+        first = starts or [host * sizes[0] for host in range(len(sizes))]
+        hosts = tuple(tuple(range(start, start + size)) for start, size in zip(first, sizes, strict=True))
+        step = hosts_per_rack or len(hosts)
+        numbers = range(len(hosts))
+        return Topology(hosts, tuple(tuple(numbers[start : start + step]) for start in range(0, len(hosts), step)))
+
+    @staticmethod
+    def of_hosts(host_ids: Sequence[Hashable]) -> Topology:
+        """Returns the topology of ranks whose hosts are named by ``host_ids (world_size,)``."""
+        members: dict[Hashable, list[int]] = {}
+        for rank, host in enumerate(host_ids):
+            members.setdefault(host, []).append(rank)
+        return Topology(tuple(map(tuple, members.values())))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self._places)
+
+    def host_of(self, rank: int) -> int:
+        """Returns the index of the host of ``rank``."""
+        return self._places[rank][0]
+
+    def local_rank_of(self, rank: int) -> int:
+        """Returns the index of ``rank`` among those of its host."""
+        return self._places[rank][1]
+
+    def rack_of(self, host: int) -> int:
+        """Returns the index of the rack of ``host``."""
+        return self._racks_of_hosts[host]
+
+    def distance(self, rank: int, peer: int) -> int:
+        """Returns 0 for two ranks on one host, 1 in one rack, 2 across racks."""
+        host, other = self._places[rank][0], self._places[peer][0]
+        if host == other:
+            return 0
+        return 1 if self._racks_of_hosts[host] == self._racks_of_hosts[other] else 2
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {rank: (host, local) for host, ranks in enumerate(self.hosts) for local, rank in enumerate(ranks)}
+
+    @cached_property
+    def _racks_of_hosts(self) -> dict[int, int]:
+        return {host: rack for rack, hosts in enumerate(self.racks) for host in hosts}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.hosts, self.racks))
+
+    def __hash__(self) -> int:  # plans are cached by topology: a tuple of 65,536 ranks is hashed once
+        return self._hash
 
 
 # -- the host ---------------------------------------------------------------------------------------------------------

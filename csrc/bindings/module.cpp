@@ -4,7 +4,9 @@
 namespace py = pybind11;
 
 namespace pycomm {
+void bind_codecs(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_pack(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_verb(py::module_& m);
 }  // namespace pycomm
@@ -18,6 +20,8 @@ PYBIND11_MODULE(_native, m) {
   m.attr("cuda_archs") = py::none();
 #endif
   pycomm::bind_kernels(m);
+  pycomm::bind_codecs(m);
+  pycomm::bind_pack(m);
   pycomm::bind_shm(m);
   pycomm::bind_verb(m);
 }

@@ -6,6 +6,7 @@
 #include "../shm/errors.h"
 #include "../shm/group.h"
 #include "../shm/mailbox.h"
+#include "../shm/process.h"
 #include "shm_errors.h"
 #include "shm_fast.h"
 
@@ -108,6 +109,20 @@ void bind_group(py::module_& m) {
            NoGil())
       .def("test", [](Group& g, const std::shared_ptr<Message>& message) { return g.mailbox().test(message); }, NoGil())
       .def("wait", [](Group& g, const std::shared_ptr<Message>& message, double timeout_s) { g.mailbox().wait(message, nanoseconds(timeout_s)); }, NoGil())
+      .def("agree",
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t bytes, int verb, int op, int dtype, int root, std::size_t numel, double timeout_s) {
+             Call call{static_cast<Verb>(verb)};
+             call.op = static_cast<ReduceOp>(op);
+             call.dtype = static_cast<DType>(dtype);
+             call.root = root;
+             call.numel = numel;
+             call.timeout_ns = nanoseconds(timeout_s);
+             call.is_plan = true;
+             g.agree(pointer(output), pointer(input), bytes, call);
+           }, NoGil())
+      .def("abandon", &Group::abandon)
+      .def("set_name", &Group::set_name, py::arg("name"))
+      .def_property_readonly("is_broken", &Group::is_broken)
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))
       .def("area_of_child", &Group::area_of_child, py::arg("leader"), py::arg("key"), NoGil())
       .def("close", &Group::close, NoGil())
@@ -122,11 +137,7 @@ void bind_shm(py::module_& m) {
       if (error) std::rethrow_exception(error);
     } catch (const PythonError&) {
       set_python_error();
-    } catch (const shm::PeerLost&) {
-      set_python_error();
-    } catch (const shm::Timeout&) {
-      set_python_error();
-    } catch (const shm::Mismatch&) {
+    } catch (const shm::Failed&) {
       set_python_error();
     } catch (const shm::Broken&) {
       set_python_error();
@@ -140,6 +151,7 @@ void bind_shm(py::module_& m) {
       .def(py::init<int, int, int>(), py::arg("fd"), py::arg("host_ranks"), py::arg("host_rank"))
       .def("allocate", [](std::shared_ptr<Heaps> heaps, std::size_t bytes) { return std::make_unique<Block>(std::move(heaps), bytes); }, NoGil());
   bind_group(m);
+  m.def("exit_status", &shm::exit_status, py::arg("pidfd"), py::arg("pid"), "How a process ended, as os.waitpid encodes it; -1 if nobody knows.");
   m.attr("SHM_MAX_RANKS") = shm::kMaxRanks;
   m.def("shm_create_memory", &shm::create_memory, py::arg("ranks"), "A sealed memfd for the ranks of a host; returns its descriptor.");
   m.def("shm_check_memory", &shm::check_memory, py::arg("fd"), py::arg("ranks"), "Raises unless the descriptor is such a memfd.");

@@ -1,5 +1,8 @@
 #include "shm_errors.h"
 
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
 #include <new>
 
 #include "../shm/errors.h"
@@ -9,15 +12,26 @@ namespace {
 
 thread_local LazyGilRelease* current_release = nullptr;
 
-void raise(const char* name, const char* message, int rank = -1) {
-  PyObject* errors = PyImport_ImportModule("pycomm.errors");
-  PyObject* type = errors != nullptr ? PyObject_GetAttrString(errors, name) : nullptr;
-  PyObject* error = nullptr;
-  if (type != nullptr) error = rank >= 0 ? PyObject_CallFunction(type, "si", message, rank) : PyObject_CallFunction(type, "s", message);
-  if (error != nullptr) PyErr_SetObject(type, error);
-  Py_XDECREF(error);
-  Py_XDECREF(type);
-  Py_XDECREF(errors);
+namespace py = pybind11;
+
+void raise(const char* name, const char* message) {
+  try {
+    PyErr_SetString(py::module_::import("pycomm.errors").attr(name).ptr(), message);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  }
+}
+
+// The words are Python's, the same for all transports.
+void raise(const shm::Failed& failed) {
+  try {
+    const auto& at = failed.where;
+    const py::object error = py::module_::import("pycomm.transport._wording")
+                                 .attr("from_native")(failed.kind, py::make_tuple(at.verb, at.seq, at.group, at.rank, at.ranks), failed.numbers, failed.calls);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  } catch (py::error_already_set& error) {
+    error.restore();
+  }
 }
 
 }  // namespace
@@ -26,12 +40,8 @@ void set_python_error() {
   try {
     throw;
   } catch (const PythonError&) {
-  } catch (const shm::PeerLost& error) {
-    raise("PeerLostError", error.what(), error.rank);
-  } catch (const shm::Timeout& error) {
-    raise("CollectiveTimeoutError", error.what());
-  } catch (const shm::Mismatch& error) {
-    raise("CollectiveMismatchError", error.what());
+  } catch (const shm::Failed& error) {
+    raise(error);
   } catch (const shm::Broken& error) {
     raise("TransportError", error.what());
   } catch (const std::bad_alloc&) {

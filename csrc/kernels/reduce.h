@@ -21,8 +21,16 @@ bool reduce_supported(DType dtype, ReduceOp op);
 void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t numel, DType dtype, ReduceOp op,
             const double* factors, bool stream_output);
 
+// As `reduce` without streaming, the result written to each of `outputs`, of which the first `num_outputs` count: while
+// it is in registers, or at least in the L1 cache. Bytes moved per element: (num_inputs + num_outputs) * itemsize.
+void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inputs, int num_inputs, std::size_t numel,
+                   DType dtype, ReduceOp op, const double* factors);
+
 // memcpy with non-temporal stores; ends with a store fence, so that a flag stored after it is seen after the bytes.
 void copy_streamed(void* destination, const void* source, std::size_t bytes);
+
+// memcpy to two places at once, neither of which overlaps the source. Reads the source once.
+void copy_to_both(void* destination, void* other, const void* source, std::size_t bytes);
 
 // The instruction set that the calls above use on this machine: "avx512", "avx2" or "generic".
 const char* cpu_isa();

@@ -8,13 +8,17 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kL1Bytes = 16 * 1024;  // half of it
 constexpr std::size_t kPieces = 8;
-constexpr std::size_t kStreamOutputFrom = 16u << 20;  // a result that long leaves the caches anyway, so it is not read into them
+constexpr std::size_t kStreamOutputFrom = 4u << 20;  // a result that long leaves the caches anyway, so it is not read into them
 constexpr std::size_t kHeapsFrom = 2048;  // below, copying into a slot costs less than a second synchronization
 
 unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
 const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
+
+// Copies to or from a caller's buffer, which has no address where it has no elements; memcpy must not see that.
+void copy(void* to, const void* from, std::size_t bytes) {
+  if (bytes > 0) std::memmove(to, from, bytes);
+}
 
 // Copies a piece of a result of `total` bytes to where only its owner reads it.
 void keep(void* to, const void* from, std::size_t bytes, std::size_t total) {
@@ -75,6 +79,12 @@ void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, b
   account(total, verb);
 }
 
+void Group::agree(void* output, const void* input, std::size_t bytes, const Call& call) {
+  const Entry entry(*this, verb_name(call.verb), call.timeout_ns);
+  exchange(call, input, bytes);
+  for (int r = 0; r < ranks_; ++r) std::memcpy(bytes_of(output) + static_cast<std::size_t>(r) * bytes, payload(r, bytes), bytes);
+}
+
 void Group::barrier(std::int64_t timeout_ns) {
   const Entry entry(*this, "barrier", timeout_ns);
   const Call call{Verb::kBarrier};
@@ -118,6 +128,16 @@ void Group::all_reduce_in_slots_or_heaps(void* output, const void* input, const 
   all_reduce_in_slots(output, call);
 }
 
+// Reduces `inputs_` to `sum` and to where the others read it.
+void Group::reduce_to_both(void* sum, void* staged, std::size_t numel, const Call& call) {
+  if (!is_far_) {
+    void* const outputs[] = {sum, staged};
+    return pycomm::reduce_to_all(outputs, 2, inputs_.data(), ranks_, numel, call.dtype, call.op, factors_.data());
+  }
+  reduce_from(sum, inputs_.data(), numel, call);
+  put(staged, sum, numel * item_bytes(call.dtype));
+}
+
 // Everybody reads everybody's payload and adds in rank order.
 void Group::all_reduce_in_slots(void* output, const Call& call) {
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
@@ -159,8 +179,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
     const Part part = part_of(numel, rank_, ranks_, item);
     unsigned char* const sum = output + (first + part.start) * item;
     for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? input + (first + part.start) * item : staged(r, place) + part.start * item;
-    reduce_from(sum, inputs_.data(), part.numel, call);
-    put(staged(rank_, result_of(place, numel)), sum, part.numel * item);
+    reduce_to_both(sum, staged(rank_, result_of(place, numel)), part.numel, call);
     publish_result();
     await_results(verb);
     for (int i = 1; i < ranks_; ++i) {
@@ -178,27 +197,14 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
 void Group::all_reduce_in_heaps(const Call& call) {
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
   const Part part = part_of(call.numel, rank_, ranks_, item);
-  const bool asks_for_writing = is_far_ ? bytes >= 512 * 1024 : bytes <= 32 * 1024;
-  auto& [inputs, outputs] = heap_buffers_;
   load_factors(call);
   for (int r = 0; r < ranks_; ++r) {
-    inputs[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).input, bytes);
-    outputs[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).output, bytes);
+    const Places theirs = places(r);
+    const int host_rank = setup_.host_rank_of[r];
+    inputs_[r] = setup_.heaps->address(host_rank, theirs.input, bytes) + part.start * item;
+    outputs_[r] = setup_.heaps->address(host_rank, theirs.output, bytes) + part.start * item;
   }
-  const std::size_t end = part.start + part.numel, block = kL1Bytes / item;  // the sum is still in L1 when it is copied to the others
-  for (std::size_t first = part.start; first < end; first += block) {
-    const std::size_t numel = std::min(block, end - first);
-    for (int r = 0; r < ranks_; ++r) {
-      inputs_[r] = inputs[r] + first * item;
-      // Read now and written in a moment: asking once, for writing, spares these lines a second journey. Measured to win
-      // for small buffers on near cores and for large ones on far cores, and to lose a tenth elsewhere.
-      if (asks_for_writing && r != rank_ && inputs[r] == outputs[r])
-        for (std::size_t at = 0; at < numel * item; at += kLine) prefetch_for_write(inputs[r] + first * item + at);
-    }
-    reduce_from(outputs[rank_] + first * item, inputs_.data(), numel, call);
-    for (int r = 0; r < ranks_; ++r)
-      if (r != rank_) std::memcpy(outputs[r] + first * item, outputs[rank_] + first * item, numel * item);
-  }
+  pycomm::reduce_to_all(outputs_.data(), ranks_, inputs_.data(), ranks_, part.numel, call.dtype, call.op, factors_.data());
   sync(verb_name(call.verb));
 }
 
@@ -258,7 +264,7 @@ void Group::broadcast(void* data, const Call& call) {
   const bool is_root = rank_ == call.root;
   if (fits_slot(bytes)) {
     exchange(call, data, is_root ? bytes : 0);
-    if (!is_root) std::memcpy(data, payload(call.root, bytes), bytes);
+    if (!is_root) copy(data, payload(call.root, bytes), bytes);
     return;
   }
   in_windows(
@@ -277,12 +283,14 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
   if (fits_slot(bytes)) {
     exchange(call, input, bytes);
-    for (int r = 0; r < ranks_; ++r) std::memcpy(block(r), payload(r, bytes), bytes);
+    for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
   }
+  const bool copies_both = !is_far_ && n * bytes < kStreamOutputFrom && block(rank_) != input;
   in_windows(
       call, bytes, 1, /*has_met=*/false,
       [&](auto part, std::size_t offset, std::size_t length) {
+        if (copies_both) return copy_to_both(part(rank_, 0), block(rank_) + offset, bytes_of(input) + offset, length);
         put(part(rank_, 0), bytes_of(input) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
@@ -290,7 +298,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
           if (r != rank_) keep(block(r) + offset, part(r, 0), length, n * bytes);
       },
       [&](std::size_t offset, std::size_t length) {
-        if (block(rank_) != input) keep(block(rank_) + offset, bytes_of(input) + offset, length, n * bytes);
+        if (block(rank_) != input && !copies_both) keep(block(rank_) + offset, bytes_of(input) + offset, length, n * bytes);
       });
 }
 
@@ -299,7 +307,7 @@ void Group::gather(void* output, const void* input, const Call& call) {
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
   const auto keep = [&](int r, const unsigned char* from, std::size_t offset, std::size_t length) {
-    if (is_root) std::memmove(bytes_of(output) + static_cast<std::size_t>(r) * bytes + offset, from, length);
+    if (is_root) copy(bytes_of(output) + static_cast<std::size_t>(r) * bytes + offset, from, length);
   };
   if (fits_slot(bytes)) {
     exchange(call, input, bytes);
@@ -323,7 +331,7 @@ void Group::scatter(void* output, const void* input, const Call& call) {
   const bool is_root = rank_ == call.root;
   if (fits_slot(n * bytes)) {
     exchange(call, input, is_root ? n * bytes : 0);
-    std::memcpy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
+    copy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
     return;
   }
   in_windows(
@@ -334,7 +342,7 @@ void Group::scatter(void* output, const void* input, const Call& call) {
       },
       [&](auto part, std::size_t offset, std::size_t length) {
         const unsigned char* from = is_root ? bytes_of(input) + mine * bytes + offset : part(call.root, mine);
-        std::memmove(bytes_of(output) + offset, from, length);
+        copy(bytes_of(output) + offset, from, length);
       });
 }
 
@@ -362,7 +370,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
       longest = std::max(longest, sends * item);
     }
   }
-  std::memmove(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item);
+  copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item);
   const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
     return offset < bytes ? std::min(length, bytes - offset) : 0;
   };
@@ -375,7 +383,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != me)
-            std::memcpy(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length));
+            copy(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length));
       });
 }
 

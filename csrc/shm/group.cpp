@@ -8,17 +8,13 @@
 #include <cstring>
 
 #include "../kernels/reduce.h"
-#include "errors.h"
+#include "process.h"
 
 namespace pycomm::shm {
 namespace {
 
 constexpr const char* kVerbs[] = {"barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast",
-                                  "all_gather", "all_to_all", "gather", "scatter"};
-constexpr const char* kDTypeNames[] = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "bool", "float16",
-                                       "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
-                                       "float8_e4m3fnuz", "float8_e5m2fnuz"};
-constexpr const char* kOpNames[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG", "PREMUL_SUM"};
+                                  "all_gather", "all_to_all", "gather", "scatter", "new_group"};
 
 constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
 constexpr int kSpinsAlone = 1000;                // about 20 us, where every rank has a core
@@ -39,19 +35,9 @@ std::atomic<int> forks{0};
 
 std::uint64_t encode(const Call& call) {
   return static_cast<std::uint64_t>(call.verb) | static_cast<std::uint64_t>(call.op) << 8 |
-         static_cast<std::uint64_t>(call.dtype) << 16 | static_cast<std::uint64_t>(call.root) << 32;
+         static_cast<std::uint64_t>(call.dtype) << 16 | static_cast<std::uint64_t>(call.is_plan) << 24 |
+         static_cast<std::uint64_t>(call.root) << 32;
 }
-
-Call decode(std::uint64_t word, std::uint64_t numel) {
-  Call call{static_cast<Verb>(word & 0xff)};
-  call.op = static_cast<ReduceOp>(word >> 8 & 0xff);
-  call.dtype = static_cast<DType>(word >> 16 & 0xff);
-  call.root = static_cast<int>(word >> 32);
-  call.numel = numel;
-  return call;
-}
-
-bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
 
 }  // namespace
 
@@ -61,20 +47,8 @@ bool has_root(Verb verb) {
 
 const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
 
-std::string describe(const Call& call) {
-  if (call.verb > Verb::kScatter || static_cast<int>(call.dtype) >= kDTypes || static_cast<int>(call.op) >= kReduceOps) return "(unreadable)";
-  std::string text = verb_name(call.verb);
-  if (call.verb == Verb::kBarrier) return text + "()";
-  text += "(";
-  if (reduces(call.verb)) text += std::string(kOpNames[static_cast<int>(call.op)]) + ", ";
-  text += std::string(kDTypeNames[static_cast<int>(call.dtype)]) + ", " + std::to_string(call.numel) + " elements";
-  if (has_root(call.verb)) text += ", root " + std::to_string(call.root);
-  return text + ")";
-}
-
 Group::Group(Setup setup)
-    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks.load()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0),
-      heap_buffers_{std::vector<unsigned char*>(ranks_), std::vector<unsigned char*>(ranks_)} {
+    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks.load()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), outputs_(ranks_) {
   const FileLayout file = FileLayout::of(setup_.host_ranks);
   if (setup_.area >= kAreas) throw Broken("shared memory: more than " + std::to_string(kAreas) + " groups were made in this job");
   mapping_ = std::make_unique<Mapping>(setup_.fd, file.areas + setup_.area * file.area_stride, at_.total);
@@ -97,7 +71,12 @@ Group::Group(Setup setup)
   account(kMeasureEvery, "new_group");
 }
 
-Group::~Group() { close(); }
+Group::~Group() {
+  close();
+  if (forks.load(std::memory_order_relaxed) != forks_at_start_) return;
+  Control& control = *reinterpret_cast<Control*>(area_);
+  if (__atomic_add_fetch(&control.forgotten, 1, __ATOMIC_ACQ_REL) == static_cast<std::uint32_t>(ranks_)) mapping_->release(0, at_.slots);
+}
 
 std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
   // One line a leader is enough: it makes its next group after all members of this one have met in it.
@@ -110,13 +89,18 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
   const std::int64_t deadline_ns = monotonic_ns() + setup_.timeout_ns;
   while (load_acquire(made.key) < key) {
     setup_.check_interrupt();
-    if (is_dead(setup_.pidfds[leader]))
-      throw PeerLost(waiter_->where("new_group") + ": rank " + std::to_string(leader) + ", the first of the new group, has died; leave it out", leader);
-    if (monotonic_ns() > deadline_ns)
-      throw Timeout(waiter_->where("new_group") + ": rank " + std::to_string(leader) + ", the first of the new group, has not come; every rank must make the same groups in the same order");
+    const int pid = setup_.pids[leader];
+    if (is_dead(setup_.pidfds[leader])) throw PeerLost("lost", waiter_->where("new_group"), leader, pid, exit_status(setup_.pidfds[leader], pid));
+    if (monotonic_ns() > deadline_ns) throw Timeout("late", waiter_->where("new_group"), {leader, pid, setup_.timeout_ns});
     usleep(50);
   }
   return made.area;
+}
+
+void Group::set_name(const std::string& name) {
+  setup_.name = name;
+  waiter_->name(name, &seq_);
+  mailbox_->set_name(name);
 }
 
 void Group::close() {
@@ -129,19 +113,20 @@ void Group::close() {
   mailbox_->close();
   waiter_->leave();
   Control& control = *reinterpret_cast<Control*>(area_);
-  if (__atomic_add_fetch(&control.left, 1, __ATOMIC_ACQ_REL) == static_cast<std::uint32_t>(ranks_)) mapping_->release(0, at_.total);
+  if (__atomic_add_fetch(&control.left, 1, __ATOMIC_ACQ_REL) == static_cast<std::uint32_t>(ranks_))
+    mapping_->release(at_.slots, at_.total - at_.slots);  // before it lies the word of groups made from this one
 }
 
 Group::Entry::Entry(Group& group, const char* verb, std::int64_t timeout_ns) : group_(group) {
   if (group.is_busy_.exchange(true, std::memory_order_acquire))
-    throw Broken(group.waiter_->where(verb) + ": another thread is inside a collective of this group; use one thread a group at a time");
-  ++group.seq_;
+    throw Misuse("other thread", group.waiter_->where(verb));
+  store_relaxed(group.seq_, group.seq_ + 1);  // where() reads it, for a second thread too
   group.deadline_ = Deadline{timeout_ns > 0 ? timeout_ns : group.setup_.timeout_ns};
   const bool is_child = forks.load(std::memory_order_relaxed) != group.forks_at_start_;
   if (__builtin_expect(!group.is_closed_ && !is_child && load_acquire(reinterpret_cast<Control*>(group.area_)->failure) == 0, 1)) return;
   group.is_busy_.store(false, std::memory_order_release);
-  if (group.is_closed_) throw Broken(group.waiter_->where(verb) + ": this rank has closed the group");
-  if (is_child) throw Broken(group.waiter_->where(verb) + ": this process was forked from a rank and is not one; call pycomm.init in it, or use the group in the parent");
+  if (group.is_closed_) throw Misuse("closed by this rank", group.waiter_->where(verb));
+  if (is_child) throw Misuse("forked", group.waiter_->where(verb));
   group.waiter_->throw_if_broken(verb);
 }
 
@@ -192,10 +177,10 @@ void Group::await_all(Word word, std::uint64_t target, const char* verb, std::si
   // those have come is it worth a spin for the others, which are running elsewhere: then every rank runs once a round.
   Ping& own = ping(rank_);
   const auto cpu = static_cast<std::uint32_t>(sched_getcpu());
-  if (own.cpu != cpu) own.cpu = cpu;
+  if (load_relaxed(own.cpu) != cpu) store_relaxed(own.cpu, cpu);
   int company = 1;
   for (int i = 1; i < ranks_; ++i) {
-    if (ping(after(i)).cpu != cpu) continue;
+    if (load_relaxed(ping(after(i)).cpu) != cpu) continue;
     ++company;
     await(after(i), 0);
   }
@@ -215,15 +200,14 @@ void Group::report_mismatch(const Call& call) {
   // Some ranks have staged something for this call and some have not; all go on behind it.
   window_ += 2;
   cursor_ = 0;
-  std::string text = waiter_->where(verb_name(call.verb)) + ": the ranks called different collectives:";
-  for (int r = 0; r < ranks_; ++r) text += "\n  rank " + std::to_string(r) + ": " + describe(decode(header(r).call, header(r).numel));
-  throw Mismatch(text + "\nNo buffer was written. Make the ranks call the same collectives with the same arguments, in the same order.");
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> calls;
+  for (int r = 0; r < ranks_; ++r) calls.emplace_back(header(r).call, header(r).numel);
+  throw Mismatch("calls", waiter_->where(verb_name(call.verb)), {}, std::move(calls));
 }
 
 void Group::report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected) {
-  throw Mismatch(waiter_->where(verb_name(call.verb)) + ": rank " + std::to_string(from) + " sends " + std::to_string(sent) +
-                 " elements to rank " + std::to_string(to) + ", which expects " + std::to_string(expected) +
-                 "\nNo buffer was written. Entry j of rank i's input splits must be entry i of rank j's output splits.");
+  const auto as_number = [](std::size_t value) { return static_cast<std::int64_t>(value); };
+  throw Mismatch("splits", waiter_->where(verb_name(call.verb)), {as_number(from), as_number(to), as_number(sent), as_number(expected)});
 }
 
 void Group::load_factors(const Call& call) {
@@ -317,7 +301,7 @@ void Group::step_aside(std::uint32_t cpu) {
   std::vector<int> ranks_on(CPU_SETSIZE, 0);
   int last = 0;
   for (int r = 0; r < ranks_; ++r) {
-    const std::uint32_t its = r == rank_ ? cpu : ping(r).cpu % CPU_SETSIZE;
+    const std::uint32_t its = r == rank_ ? cpu : load_relaxed(ping(r).cpu) % CPU_SETSIZE;
     ++ranks_on[its];
     if (its == cpu) last = r;
   }

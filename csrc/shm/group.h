@@ -36,7 +36,7 @@
 namespace pycomm::shm {
 
 enum class Verb : std::uint8_t {
-  kBarrier = 0, kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kAllToAll, kGather, kScatter,
+  kBarrier = 0, kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kAllToAll, kGather, kScatter, kNewGroup,
 };
 
 // What a rank calls; compared with what the others call.
@@ -48,10 +48,9 @@ struct Call {
   std::size_t numel = 0;
   double factor = 1.0;
   std::int64_t timeout_ns = 0;  // 0: the group's
+  bool is_plan = false;         // this exchange is only the start of it: a plan follows, or a new group
 };
 
-// "all_reduce(SUM, float32, 1024 elements)"
-std::string describe(const Call& call);
 const char* verb_name(Verb verb);
 bool has_root(Verb verb);
 
@@ -97,14 +96,22 @@ class Group {
   void all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
                   const Call& call);
 
+  // Every rank's `input`, of `bytes` up to a slot, one after the other: how the ranks agree on a call that is not carried here.
+  void agree(void* output, const void* input, std::size_t bytes, const Call& call);
+  // This rank leaves in the middle of a call: the others get an error, and so do later calls here.
+  void abandon() { waiter_->declare(FailureKind::kInterrupted, rank_); }
+  bool is_broken() const { return load_acquire(reinterpret_cast<const Control*>(area_)->failure) != 0; }
+  void set_name(const std::string& name);  // as the errors call the group
+
   // The area of a new group that `leader` of this one is the first member of, the `key`th of this group's; called by its
-  // members, also when this group is broken.
+  // members, also when this group is broken or closed.
   std::uint64_t area_of_child(int leader, std::uint64_t key);
 
   // Point-to-point messages.
   Mailbox& mailbox() { return *mailbox_; }
 
-  // Leaves the group. The memory goes back when the last member has left. Never blocks.
+  // Leaves the group. The memory goes back when the last member has left, a few pages when the last has destroyed it. Never
+  // blocks.
   void close();
 
   // One-way latency of a cache line between two ranks' cores, the worst pair measured last, in ns; 0 before.
@@ -168,6 +175,7 @@ class Group {
   void exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes) const;  // into memory that others will read
   void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
+  void reduce_to_both(void* sum, void* staged, std::size_t numel, const Call& call);
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece.
   // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
   // `use(part, offset, bytes)` are given `part(rank, i)`, the address of rank's part i, and the piece.
@@ -201,9 +209,7 @@ class Group {
   Deadline deadline_{};
   std::vector<const void*> inputs_;  // scratch: one pointer a rank
   std::vector<double> factors_;
-  struct {
-    std::vector<unsigned char*> inputs, outputs;
-  } heap_buffers_;
+  std::vector<void*> outputs_;
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   bool has_ring_ = false;
   bool is_closed_ = false;

@@ -1,5 +1,6 @@
 #include "heap.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 namespace pycomm::shm {
 
 Heaps::Heaps(int fd, int host_ranks, int host_rank)
-    : fd_(dup(fd)), host_ranks_(host_ranks), host_rank_(host_rank), directory_(fd, 0, kPage), heaps_(host_ranks) {
+    : fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)), host_ranks_(host_ranks), host_rank_(host_rank), directory_(fd, 0, kPage), heaps_(host_ranks) {
   directory_.populate(0, kPage, false);
   if (fd_ < 0) throw Broken("shared memory: no file descriptor left for the shared heap (check `ulimit -n`)");
 }

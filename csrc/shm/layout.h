@@ -20,7 +20,9 @@ namespace pycomm::shm {
 inline constexpr std::size_t kLine = 64;            // a cache line
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kHugePage = 2u << 20;
-inline constexpr std::size_t kHeapBytes = std::size_t{256} << 30;  // address space of one rank's heap, not memory
+// Address space of one rank's heap, not memory. Not a power of two: buffers at one offset of two heaps, read side by side,
+// must differ in the low address bits by which AMD's L1 cache predicts its way, or every access to one evicts the other.
+inline constexpr std::size_t kHeapBytes = (std::size_t{256} << 30) + kHugePage;
 inline constexpr std::uint64_t kAreas = 1u << 20;
 inline constexpr int kMaxRanks = 128;
 
@@ -30,7 +32,7 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (va
 // line anyway, so comparing what the ranks called costs no further cache miss.
 struct alignas(kLine) Header {
   std::uint64_t seq;       // written last, with release; the slot belongs to collective number `seq`
-  std::uint64_t call;      // verb | op << 8 | dtype << 16 | root << 32
+  std::uint64_t call;      // verb | op << 8 | dtype << 16 | is_plan << 24 | root << 32
   std::uint64_t numel;
   double factor;           // of PREMUL_SUM
   unsigned char payload[32];  // a small message travels in the flag's own cache line
@@ -66,9 +68,10 @@ inline constexpr std::uint32_t kAnyone = 0xffffffffu;
 
 // Read at every call, written almost never: stays in every core's cache.
 struct alignas(2 * kLine) Control {
-  std::uint64_t failure;   // 0, or what broke the group: kind | (1 + rank) << 8
+  std::uint64_t failure;   // 0, or what broke the group: kind | (1 + rank) << 8 | exit status << 32
   std::uint32_t sleepers;  // how many ranks sleep in a futex
   std::uint32_t left;      // how many members have closed the group
+  std::uint32_t forgotten; // how many have destroyed it, too
 };
 
 // Byte offsets inside the area of a group of `ranks` members.

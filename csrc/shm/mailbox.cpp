@@ -32,7 +32,7 @@ void Mailbox::close() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closed_ = true;
-    if (broken_.empty()) fail_all("this rank has closed the group");
+    if (!broken_) fail_all(std::make_exception_ptr(Misuse("closed by this rank", waiter_.where("send/recv"))));
     changed_.notify_all();
   }
   if (helper_.joinable()) helper_.join();
@@ -71,8 +71,8 @@ std::shared_ptr<Message> Mailbox::receive(void* data, std::size_t bytes, int pee
 
 std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ++messages_;
-  if (!broken_.empty()) throw Broken(waiter_.where(message->is_send ? "send" : "recv") + ": " + broken_);
+  store_relaxed(messages_, messages_ + 1);  // where() reads it without the lock
+  if (broken_) std::rethrow_exception(broken_);
   if (message->is_send && !has_channel_[message->peer]) {
     populate_(static_cast<std::size_t>(channel(rank_, message->peer) - area_), at_.channel_bytes);
     has_channel_[message->peer] = true;
@@ -108,23 +108,26 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
         idle_since = monotonic_ns();
         continue;
       }
+      const int peer = message->peer;  // another thread's progress may find out who the sender is
       lock.unlock();
       if (idle < kSpins) {
         pause();
       } else if (monotonic_ns() - idle_since < kYieldNs) {
         sched_yield();
       } else {
-        waiter_.doze(-1, [this] {
+        const auto has_come = [this] {
           const std::lock_guard<std::mutex> inner(mutex_);
           return is_anything_new();
-        });
-        waiter_.check(message->peer, deadline, doing);
+        };
+        waiter_.doze(-1, has_come);
+        waiter_.check_interrupt();
+        waiter_.check(peer, deadline, doing, has_come);
       }
       lock.lock();
     }
-  } catch (const PeerLost& error) {
+  } catch (const PeerLost&) {
     lock.lock();
-    fail_all(error.what());
+    fail_all(std::current_exception());
     is_driven_ = false;
     changed_.notify_all();
     throw;
@@ -149,7 +152,7 @@ void Mailbox::help() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_closed_) {
     changed_.wait_for(lock, kHelpAfter, [this] { return is_closed_; });
-    if (is_closed_ || is_driven_ || !broken_.empty()) continue;
+    if (is_closed_ || is_driven_ || broken_) continue;
     if (!has_work()) {
       changed_.wait(lock, [this] { return is_closed_ || has_work(); });
       continue;
@@ -160,14 +163,14 @@ void Mailbox::help() {
       const std::lock_guard<std::mutex> inner(mutex_);
       return is_driven_ || is_closed_ || !has_work() || is_anything_new();
     });
-    std::string error;
+    std::exception_ptr error;
     try {
       waiter_.look_around("send/recv");
-    } catch (const std::exception& what) {
-      error = what.what();
+    } catch (...) {
+      error = std::current_exception();
     }
     lock.lock();
-    if (!error.empty()) fail_all(error);
+    if (error) fail_all(error);
   }
 }
 
@@ -276,7 +279,12 @@ void Mailbox::open_inbound(int from) {
     break;
   }
   if (!inbound.target) {
-    inbound.aside.assign(inbound.frame.bytes, 0);
+    try {
+      inbound.aside.assign(inbound.frame.bytes, 0);
+    } catch (const std::exception&) {  // no memory, or no length at all: nothing that comes after it can be found
+      const auto bytes = static_cast<std::int64_t>(inbound.frame.bytes);
+      fail_all(std::make_exception_ptr(Failed("no memory", waiter_.where("recv"), {from, inbound.frame.tag, bytes})));
+    }
     return;
   }
   const auto target = inbound.target;
@@ -290,10 +298,9 @@ void Mailbox::open_inbound(int from) {
 void Mailbox::accept(Message& message, const Frame& frame, int from) {
   message.peer = from;
   if (frame.bytes == message.bytes) return;
-  message.is_done = message.is_mismatch = true;
-  message.error = waiter_.where("recv") + ": rank " + std::to_string(from) + " sent " + std::to_string(frame.bytes) + " bytes (tag " +
-                  std::to_string(frame.tag) + "), this rank expects " + std::to_string(message.bytes) +
-                  "; the message was dropped and no buffer was written. Send and receive tensors of the same size and dtype.";
+  message.is_done = true;
+  message.error = std::make_exception_ptr(Mismatch("size", waiter_.where("recv"), {from, frame.tag, static_cast<std::int64_t>(message.bytes),
+                                                                                   static_cast<std::int64_t>(frame.bytes)}));
 }
 
 bool Mailbox::take_aside(Message& message) {
@@ -323,10 +330,10 @@ void Mailbox::cancel(const std::shared_ptr<Message>& message) {
   sends_.remove(message);
   receives_.remove(message);
   // Half a message cannot be called back: the receiver would take the next one for its rest.
-  if (message->is_send && message->is_framed) fail_all("an earlier send timed out half way; the group is broken, make a new one");
+  if (message->is_send && message->is_framed) fail_all(std::current_exception());
 }
 
-void Mailbox::fail_all(const std::string& error) {
+void Mailbox::fail_all(const std::exception_ptr& error) {
   broken_ = error;
   for (auto* list : {&sends_, &receives_}) {
     for (const auto& message : *list) {
@@ -350,9 +357,7 @@ bool Mailbox::is_anything_new() {
 }
 
 void Mailbox::throw_if_failed(const Message& message) {
-  if (message.error.empty()) return;
-  if (message.is_mismatch) throw Mismatch(message.error);
-  throw PeerLost(message.error, message.peer);
+  if (message.error) std::rethrow_exception(message.error);
 }
 
 }  // namespace pycomm::shm

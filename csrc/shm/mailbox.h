@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <list>
 #include <memory>
@@ -32,8 +33,7 @@ struct Message {
   std::size_t bytes, moved = 0;
   bool is_framed = false;    // its frame is in the ring
   bool is_done = false;
-  std::string error;         // what went wrong, if anything; read once it is done
-  bool is_mismatch = false;
+  std::exception_ptr error;  // what went wrong, if anything; read once it is done
 };
 
 class Mailbox {
@@ -54,6 +54,7 @@ class Mailbox {
   bool test(const std::shared_ptr<Message>& message);
   // Blocks until it is done. Throws Mismatch, PeerLost, Timeout.
   void wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns);
+  void set_name(const std::string& group) { waiter_.name(group, &messages_); }  // as the errors call it
   // Every message under way fails; later ones too.
   void close();
 
@@ -92,7 +93,7 @@ class Mailbox {
   void accept(Message& message, const Frame& frame, int from);  // `frame` is for `message`
   bool is_awaited(int from) const;
   void cancel(const std::shared_ptr<Message>& message);
-  void fail_all(const std::string& error);
+  void fail_all(const std::exception_ptr& error);
   bool is_anything_new();
   void help();
   static void throw_if_failed(const Message& message);
@@ -115,7 +116,7 @@ class Mailbox {
   std::vector<Inbound> inbound_;
   std::vector<char> has_channel_;
   std::uint64_t messages_ = 0;
-  std::string broken_;                    // why nothing works any more
+  std::exception_ptr broken_;             // why nothing works any more
   bool is_driven_ = false;                // some thread is inside wait's loop
   bool is_closed_ = false;
   std::thread helper_;

@@ -47,6 +47,7 @@ void Mapping::populate(std::size_t offset, std::size_t bytes, bool huge) {
     if (rc == 0) return;
     errno = rc;
   }
+  if (errno == EFAULT) errno = ENOMEM;  // where touching the page would have been SIGBUS
   fail("shared memory: could not allocate " + std::to_string((length + 1023) >> 10) +
        " KiB; free memory or raise the memory limit of this job");
 }

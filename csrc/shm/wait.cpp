@@ -2,7 +2,6 @@
 
 #include <linux/futex.h>
 #include <linux/membarrier.h>
-#include <poll.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -10,7 +9,7 @@
 
 #include <climits>
 
-#include "errors.h"
+#include "process.h"
 
 namespace pycomm::shm {
 namespace {
@@ -24,11 +23,6 @@ bool has_membarrier() {
 }
 
 }  // namespace
-
-bool is_dead(int pidfd) {
-  struct pollfd entry{pidfd, POLLIN, 0};
-  return pidfd >= 0 && poll(&entry, 1, 0) == 1;
-}
 
 std::int64_t monotonic_ns() {
   struct timespec now;
@@ -53,7 +47,13 @@ void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int pee
     doze(peer, is_ready);
     if (is_ready()) return;
     try {
-      check(peer, deadline, doing);
+      setup_.check_interrupt();
+    } catch (...) {  // this rank leaves in the middle of a call, and the others must not wait for it
+      declare(FailureKind::kInterrupted, setup_.rank);
+      throw;
+    }
+    try {
+      check(peer, deadline, doing, is_ready);
     } catch (...) {
       if (is_ready()) return;  // it died, or the clock ran out, after all that was asked of it
       throw;
@@ -61,18 +61,18 @@ void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int pee
   }
 }
 
-void Waiter::check(int peer, Deadline& deadline, const char* doing) {
-  setup_.check_interrupt();
+void Waiter::check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come) {
   look_around(doing);
-  if (peer >= 0 && __atomic_load_n(&setup_.sleepers[peer].is_gone, __ATOMIC_ACQUIRE) != 0) {
+  const bool is_gone = peer >= 0 && __atomic_load_n(&setup_.sleepers[peer].is_gone, __ATOMIC_ACQUIRE) != 0;
+  const bool is_late = monotonic_ns() >= deadline.at_ns;
+  // Asked last: a peer publishes all that is its part before it leaves, and then its leaving breaks nothing.
+  if ((!is_gone && !is_late) || has_come()) return;
+  if (is_gone) {
     declare(FailureKind::kClosed, peer);
     throw_if_broken(doing);
   }
-  if (monotonic_ns() < deadline.at_ns) return;
   declare(FailureKind::kTimeout, setup_.rank);
-  throw Timeout(where(doing) + ": timed out waiting for " +
-                (peer < 0 ? std::string("any rank") : "rank " + std::to_string(peer) + " (pid " + std::to_string(setup_.pids[peer]) + ")") +
-                ", which is alive but has not arrived; look at what it is doing, or pass a longer timeout=");
+  throw Timeout("late", where(doing), {peer, peer < 0 ? 0 : setup_.pids[peer], deadline.timeout_ns});
 }
 
 void Waiter::look_around(const char* doing) {
@@ -87,7 +87,10 @@ void Waiter::look_around(const char* doing) {
 
 void Waiter::declare(FailureKind kind, int culprit) {
   std::uint64_t none = 0;
-  const std::uint64_t value = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(culprit + 1) << 8;
+  // How it ended is looked up once, here: soon its parent may have collected it, and older kernels tell no more then.
+  const int status = kind == FailureKind::kPeerLost ? exit_status(setup_.pidfds[culprit], setup_.pids[culprit]) : 0;
+  const std::uint64_t value = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(culprit + 1) << 8 |
+                              static_cast<std::uint64_t>(static_cast<std::uint32_t>(status)) << 32;
   // The first discovery stands; later ones are its consequences.
   if (__atomic_compare_exchange_n(&setup_.control->failure, &none, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) wake();
 }
@@ -100,22 +103,18 @@ void Waiter::leave() {
 void Waiter::throw_if_broken(const char* doing) const {
   const std::uint64_t failure = load_acquire(setup_.control->failure);
   if (failure == 0) return;
-  const int culprit = static_cast<int>(failure >> 8) - 1;
-  const std::string who = "rank " + std::to_string(culprit) + " (pid " + std::to_string(setup_.pids[culprit]) + ")";
+  const int culprit = static_cast<int>(failure >> 8 & 0xffffff) - 1, pid = setup_.pids[culprit];
+  const auto status = static_cast<int>(static_cast<std::uint32_t>(failure >> 32));
   switch (static_cast<FailureKind>(failure & 0xff)) {
-    case FailureKind::kPeerLost:
-      throw PeerLost(where(doing) + ": lost " + who + ": its process has ended; the group is broken, make a new one of the ranks that live",
-                     culprit);
-    case FailureKind::kClosed:
-      throw PeerLost(where(doing) + ": " + who + " has closed the group; every rank must make the same calls before it closes", culprit);
-    default:
-      throw Timeout(where(doing) + ": " + who + " ran out of time in this group; the group is broken, make a new one");
+    case FailureKind::kPeerLost: throw PeerLost("lost", where(doing), culprit, pid, status);
+    case FailureKind::kClosed: throw PeerLost("closed", where(doing), culprit, pid, 0);
+    case FailureKind::kInterrupted: throw PeerLost("interrupted", where(doing), culprit, pid, 0);
+    default: throw Timeout("timeout", where(doing), {culprit, pid, 0});
   }
 }
 
-std::string Waiter::where(const char* doing) const {
-  return std::string(doing) + " #" + std::to_string(seq_ == nullptr ? 0 : *seq_) + " on group '" + group_ + "', rank " +
-         std::to_string(setup_.rank) + " of " + std::to_string(setup_.ranks);
+Where Waiter::where(const char* doing) const {
+  return {doing, seq_ == nullptr ? 0 : load_relaxed(*seq_), group_, setup_.rank, setup_.ranks};
 }
 
 void Waiter::wake() {

@@ -16,15 +16,23 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "errors.h"
 #include "layout.h"
 
 namespace pycomm::shm {
 
 inline std::uint64_t load_acquire(const std::uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 inline void store_release(std::uint64_t& word, std::uint64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
+
+// For words that several ranks look at without being told when; what they say is advice.
+template <class Word>
+Word load_relaxed(const Word& word) { return __atomic_load_n(&word, __ATOMIC_RELAXED); }
+template <class Word>
+void store_relaxed(Word& word, Word value) { __atomic_store_n(&word, value, __ATOMIC_RELAXED); }
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -44,10 +52,9 @@ inline void prefetch_for_write(const void* line) {
 }
 
 std::int64_t monotonic_ns();
-bool is_dead(int pidfd);  // whether the process has ended; false for -1
 
 // What broke a group; kept in Control::failure so that one rank's discovery is everybody's.
-enum class FailureKind : std::uint8_t { kNone = 0, kPeerLost = 1, kTimeout = 2, kClosed = 3 };
+enum class FailureKind : std::uint8_t { kNone = 0, kPeerLost = 1, kTimeout = 2, kClosed = 3, kInterrupted = 4 };
 
 // The end of one call's patience. The clock is read when the first wait turns long, so that a short call never reads it.
 struct Deadline {
@@ -89,21 +96,26 @@ class Waiter {
     if (__atomic_load_n(&setup_.control->sleepers, __ATOMIC_RELAXED) != 0) wake();
   }
 
-  // One look at everything but the counter: throws if the group is broken, a signal came or rank `peer` is dead.
-  void check(int peer, Deadline& deadline, const char* doing);
+  // One look at everything but the counter and signals: throws if the group is broken or a rank is dead, and if rank `peer`
+  // has left or time is up and `has_come`, the caller's own look at what it waits for, still says no.
+  void check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come);
   // The part of `check` that any thread may do: throws if the group is broken or a rank of it is dead.
   void look_around(const char* doing);
   // Throws what Control::failure says, if it says anything.
   void throw_if_broken(const char* doing) const;
-  // Sleeps until somebody publishes, or for a few milliseconds; `is_ready` is asked once more before sleeping.
+  // Sleeps until somebody publishes, or for a few milliseconds; `is_ready` and the control line are looked at once more
+  // before. tests/model/barrier.pml is the proof.
   template <class Ready>
   void doze(int peer, Ready is_ready) {
     const std::uint32_t bell = lie_down(peer);
-    if (!is_ready()) sleep(bell);
+    if (load_acquire(setup_.control->failure) == 0 && !is_ready()) sleep(bell);
     get_up();
   }
 
-  std::string where(const char* doing) const;
+  // Runs pending signal handlers; throws if one of them raised.
+  void check_interrupt() const { setup_.check_interrupt(); }
+
+  Where where(const char* doing) const;
   void name(std::string group, const std::uint64_t* seq) { group_ = std::move(group), seq_ = seq; }
   void declare(FailureKind kind, int culprit);
   void leave();  // tells those who wait for this rank, now or later, that it has closed the group

@@ -2,19 +2,22 @@
 
 S is the number of bytes of the largest buffer of the collective (nccl-tests' "size"), n the world size.
 
-======================  ======  ===============================================================
+======================  ======  ===================
 verb                    Rounds  Bytes sent per rank
-======================  ======  ===============================================================
-all_reduce              2       2 (n-1)/n S
-reduce                  1       S, the root 0
-reduce_scatter_single   1       (n-1)/n S
-broadcast               1       the root (n-1) S, others 0
-all_gather_single       1       (n-1)/n S
-all_to_all_single       1       (n-1)/n S if even, else the splits but the own one
-gather                  1       S/n, the root 0
-scatter                 1       the root (n-1)/n S, others 0
-barrier                 1       n-1 messages of one byte
-======================  ======  ===============================================================
+======================  ======  ===================
+all_reduce              2       2*(n-1)/n * S
+reduce                  1       S
+reduce_scatter_single   1       (n-1)/n * S
+broadcast               1       (n-1) * S
+all_gather_single       1       (n-1)/n * S
+all_to_all_single       1       (n-1)/n * S
+gather                  1       1/n * S
+scatter                 1       (n-1)/n * S
+barrier                 1       (n-1)/n * S
+======================  ======  ===================
+
+The bytes are those of the busiest rank: the root of broadcast and scatter, any other of reduce and gather. An
+all_to_all with uneven splits sends what they say. In a barrier S is one byte a rank.
 
 Ranks: any number. A world of one sends nothing.
 
@@ -24,28 +27,19 @@ every element is reduced once, on one rank, and the results are bit-identical ev
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from ..errors import PlanError
+from ..topology import Topology
 from ..types import VERBS
 from .plan import Chunk, Copy, Plan, Recv, Reduce, Round, Send, Space
 
-__all__ = ["plan"]
+__all__ = ["VERBS", "plan"]
 
 _WHOLE_INPUT = Chunk(Space.INPUT, 0)
 _WHOLE_OUTPUT = Chunk(Space.OUTPUT, 0)
 
 
-@lru_cache(maxsize=1024)
-def plan(verb: str, rank: int, world_size: int, root: int = 0) -> Plan:
-    """Returns the plan of ``rank`` for ``verb``; ``root`` matters to reduce, broadcast, gather and scatter.
-
-    Raises PlanError for a verb that is not in ``types.VERBS`` and for ranks outside the world.
-    """
-    if verb not in VERBS:
-        raise PlanError(f"direct has no plan for {verb!r}; it has: {', '.join(VERBS)}")
-    if not (0 <= rank < world_size and 0 <= root < world_size):
-        raise PlanError(f"direct plan of {verb}: rank {rank} and root {root} must be in 0..{world_size - 1}")
+def plan(verb: str, rank: int, topology: Topology, root: int = 0) -> Plan:
+    """Returns the plan of ``rank`` for ``verb``; ``root`` matters to reduce, broadcast, gather and scatter."""
+    world_size = topology.world_size
     input_chunks, output_chunks, rounds = _BUILDERS[verb](rank, world_size, root)
     return Plan(
         verb=verb,

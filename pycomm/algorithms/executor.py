@@ -1,26 +1,50 @@
-"""Runs one collective on one rank: whole, if the transport carries it natively, else any plan on any transport."""
+"""Runs one collective on one rank: whole, if the transport carries it natively, else any plan on any transport.
+
+[Note: how a plan reduces]
+Each ``Reduce`` of a plan is one call of the native kernel (``ops/reduce``): it adds its inputs in the plan's order, 16-
+and 8-bit floats in float32, and rounds once. A sum that goes on to another rank goes in the element's own type. So
+`direct`, which adds all contributions at once, rounds once; a ring of n ranks rounds n - 1 times.
+PREMUL_SUM scales a rank's own contribution, and rounds it, before it goes anywhere. AVG adds and then divides, alike on
+every rank; 16- and 8-bit floats are divided first, as PREMUL_SUM does it, so that their sum does not overflow.
+
+[Note: turns]
+Up to ``TURNS`` instances of a plan (schedule.py says what that is) are under way: s, s + 1, ... The rank waits for one
+round at a time, adds, posts the next round of that instance, and takes the one that comes next in an order that is the
+same on all ranks: instances 0 to TURNS - 1 go round by round, in turns, then the TURNS after them. So there is no
+deadlock: take the first round, in that order, that any rank waits for. Both ends of a message are in the same round;
+whoever has to send there has waited for earlier rounds only, and so has posted it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import PeerLostError, TransportError
 from ..ops.reduce import reduce_
+from ..topology import Topology
 from ..types import ReduceOp
-from . import ALGORITHMS
-from .plan import Chunk, Plan, Recv, Reduce, Space
+from . import find_algorithm
+from .plan import Plan, Space
+from .schedule import Cut, Schedule, Step, compile_plan, cut_evenly, largest_chunk
 
 if TYPE_CHECKING:
     from ..transport.base import Request, Transport
 
-__all__ = ["COLLECTIVE_TAG", "Collective", "choose_algorithm", "execute", "meet"]
+__all__ = ["FIRST_TAG", "TURNS", "Collective", "Executor", "meet"]
 
-# MPI promises tags up to 32767 and no more; users get the ones below (see collectives/p2p.py).
-COLLECTIVE_TAG = 32767
+TURNS = 4
+# MPI promises tags up to 32767 and no more; the transport over it keeps the last two, we take those below, and users
+# get the rest (see collectives/p2p.py).
+FIRST_TAG = 32765 - TURNS + 1
+_CACHED_SCHEDULES = 128
+_WHOLE = frozenset({"all_reduce", "reduce", "broadcast"})  # every rank has all the data
 
 
 class Collective(NamedTuple):
@@ -45,172 +69,205 @@ class Collective(NamedTuple):
         tensor = self.input if self.input is not None else self.output
         return torch.uint8 if tensor is None else tensor.dtype
 
+    def whole_numel(self, world_size: int) -> int:
+        """Returns the elements of the whole buffer of the call, also where this rank has only a part of it."""
+        numels = [tensor.numel() for tensor in (self.input, self.output) if tensor is not None]
+        if self.verb in ("gather", "scatter"):
+            return min(numels) * world_size
+        return max(numels, default=0)
 
-def choose_algorithm(transport: Transport, collective: Collective, algorithm: str | None) -> str:
-    """Returns "native" or the name of the algorithm whose plan serves.
+    def whole_bytes(self, world_size: int) -> int | None:
+        """Returns the bytes of the whole buffer; None for all_to_all_single, whose ranks need not share a size."""
+        return None if self.verb == "all_to_all_single" else self.whole_numel(world_size) * self.dtype.itemsize
 
-    None and "auto" take what the transport carries whole, else "direct". Raises ConfigError for a name that is not
-    known, and for "native" where the transport does not carry the collective.
+
+class Executor:
+    """Runs the plans of one group on its transport. Keeps schedules and scratch memory between calls.
+
+    One thread at a time. After a failed call the messages of that call may still be on their way, so every later call
+    raises TransportError, or PeerLostError again.
     """
-    is_native = transport.supports(collective.verb, collective.dtype, collective.op)
-    if algorithm is None or algorithm == "auto":
-        return "native" if is_native else "direct"
-    if algorithm == "native":
-        if is_native:
-            return "native"
-        of_op = "" if collective.op is None else f" {collective.op.name}"
-        raise ConfigError(
-            f"algorithm 'native': transport {transport.name!r} does not carry {collective.verb}{of_op} of "
-            f"{collective.dtype} itself; use algorithm='direct', or leave the choice to 'auto'"
-        )
-    known = ("auto", "native", *ALGORITHMS.names())
-    if algorithm not in known:
-        raise ConfigError(f"unknown algorithm {algorithm!r}; known: {', '.join(known)}")
-    return algorithm
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._schedules: OrderedDict[object, tuple[Plan, Schedule]] = OrderedDict()
+        self._scratch: torch.Tensor | None = None
+        self._failure: tuple[str, int | None] | None = None  # what it said, and the rank that was lost
+
+    def run(self, plan: Plan, collective: Collective, timeout_s: float | None) -> None:
+        """Runs ``plan``, this rank's for ``collective``; returns when the local result is complete.
+
+        Raises the TransportErrors of the transport. ``timeout_s`` bounds the whole call; None: the transport's own.
+        """
+        if self._failure is not None:
+            raise _again(*self._failure)
+        deadline = time.monotonic() + (self._transport.timeout_s if timeout_s is None else timeout_s)
+        if collective.verb == "barrier":
+            token = torch.zeros(1, dtype=torch.uint8)
+            output = torch.empty(self._transport.world_size, dtype=torch.uint8)
+            collective = collective._replace(input=token, output=output)
+        schedule = self._schedule(plan, collective)
+        try:
+            _Run(self._transport, schedule, collective, self._scratch_for(schedule, collective)).run(deadline)
+        except BaseException as error:
+            self._failure = str(error), error.rank if isinstance(error, PeerLostError) else None
+            self._scratch = None  # a message may still come into it
+            raise
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._schedules.clear()
+        self._scratch = None
+
+    def _schedule(self, plan: Plan, call: Collective) -> Schedule:
+        input_numel = 0 if call.input is None else call.input.numel()
+        output_numel = 0 if call.output is None else call.output.numel()
+        segment_bytes, is_scaled = self._transport.segment_bytes, _prescale(call, 1) is not None
+        splits = call.input_splits, call.output_splits
+        key = id(plan), input_numel, output_numel, call.dtype.itemsize, segment_bytes, is_scaled, splits
+        found = self._schedules.get(key)
+        if found is not None:
+            return found[1]
+        segments = 1
+        if call.verb != "all_to_all_single":  # there no rank knows the chunks of all the others
+            chunk_bytes = largest_chunk(plan, input_numel, output_numel) * call.dtype.itemsize
+            segments = max(1, -(-chunk_bytes // segment_bytes))
+        is_whole = call.verb in _WHOLE
+        input = Cut(_cut(input_numel, plan.input_chunks, call.input_splits), segments, is_whole)
+        output = Cut(_cut(output_numel, plan.output_chunks, call.output_splits), segments, is_whole)
+        schedule = compile_plan(plan, input, output, is_scaled)
+        self._schedules[key] = plan, schedule  # the plan too, so that no other gets its id
+        if len(self._schedules) > _CACHED_SCHEDULES:
+            self._schedules.popitem(last=False)
+        return schedule
+
+    def _scratch_for(self, schedule: Schedule, call: Collective) -> list[torch.Tensor]:
+        """Returns the scratch of each turn, of the call's element type."""
+        turns = min(TURNS, schedule.segments)
+        tensor = call.input if call.input is not None else call.output
+        if not schedule.scratch_numel or tensor is None:
+            return [torch.empty(0)] * turns
+        nbytes = turns * schedule.scratch_numel * tensor.itemsize
+        if self._scratch is None or self._scratch.nbytes < nbytes or self._scratch.device != tensor.device:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+        return list(self._scratch[:nbytes].view(tensor.dtype).chunk(turns))
 
 
-def execute(transport: Transport, collective: Collective, algorithm: str, timeout_s: float | None) -> None:
-    """Runs ``collective`` by ``algorithm``, a result of ``choose_algorithm``.
+class _Run:
+    """One call: its instances take turns."""
 
-    Returns when the local result is complete. Raises the TransportErrors of the transport. ``timeout_s`` None means the
-    transport's own.
-    """
-    if algorithm == "native":
-        _execute_native(transport, collective, timeout_s)
-        return
-    deadline = time.monotonic() + (transport.timeout_s if timeout_s is None else timeout_s)
-    factors = None
-    if collective.op is ReduceOp.PREMUL_SUM:
-        factors = _exchange_factors(transport, collective, algorithm, deadline)
-    if collective.verb == "barrier":
-        token = torch.zeros(1, dtype=torch.uint8)
-        collective = Collective(
-            verb="barrier", input=token, output=torch.empty(transport.world_size, dtype=torch.uint8)
-        )
-    plan = ALGORITHMS.load(algorithm).plan(collective.verb, transport.rank, transport.world_size, collective.root)
-    _run(transport, plan, collective, factors, deadline)
+    def __init__(
+        self, transport: Transport, schedule: Schedule, call: Collective, scratch: Sequence[torch.Tensor]
+    ) -> None:
+        self._transport = transport
+        self._schedule = schedule
+        self._call = call
+        self._scratch = scratch
+        self._factor = _prescale(call, transport.world_size)
+        self._op = ReduceOp.SUM if call.op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else call.op
+        self._waiting: list[_Posted] = []
+
+    def run(self, deadline: float) -> None:
+        """See [Note: turns]."""
+        if not self._schedule.steps:
+            return
+        turns = len(self._scratch)
+        for segment in range(turns):
+            self._start(segment)
+        while self._waiting:
+            _, _, segment, index, views, requests = heappop(self._waiting)
+            for request in requests:
+                request.wait(max(deadline - time.monotonic(), 1e-3))
+            self._act(self._schedule.steps[index], views)
+            if index + 1 < len(self._schedule.steps):
+                self._post(segment, index + 1, views)
+            else:
+                self._finish(segment)
+                if segment + turns < self._schedule.segments:
+                    self._start(segment + turns)
+
+    def _start(self, segment: int) -> None:
+        views = self._views(segment)
+        if self._factor is not None:
+            for source, target in self._schedule.scaled:
+                if views[source].numel():
+                    reduce_(views[target], [views[source]], ReduceOp.PREMUL_SUM, [self._factor])
+        self._post(segment, 0, views)
+
+    def _views(self, segment: int) -> list[torch.Tensor]:
+        """Returns the memory of each place in ``segment``, without copies."""
+        scratch = self._scratch[segment % len(self._scratch)]
+        of = {Space.INPUT: self._call.input, Space.OUTPUT: self._call.output, Space.SCRATCH: scratch}
+        views = []
+        for space, start, stop in self._schedule.bounds(segment):
+            tensor = of[space]
+            assert tensor is not None, f"the plan uses the {space.value}, and this rank has none"
+            views.append(tensor[start:stop])
+        return views
+
+    def _post(self, segment: int, index: int, views: list[torch.Tensor]) -> None:
+        """Starts the messages of step ``index``."""
+        lap, turn = divmod(segment, len(self._scratch))
+        step, transport, tag = self._schedule.steps[index], self._transport, FIRST_TAG + turn
+        # An empty chunk is a message too: so ranks that disagree about the size learn of it.
+        requests = [
+            (transport.irecv if is_receive else transport.isend)(views[place], peer, tag)
+            for is_receive, peer, place in step.transfers
+        ]
+        order = lap * self._schedule.rounds + step.number
+        heappush(self._waiting, _Posted(order, turn, segment, index, views, requests))
+
+    def _act(self, step: Step, views: list[torch.Tensor]) -> None:
+        """Does what is to do once all messages of a step are complete."""
+        for output, inputs in step.local:
+            target = views[output]
+            if len(inputs) == 1:
+                target.copy_(views[inputs[0]])
+            elif target.numel():
+                assert self._op is not None, "a collective that reduces has an operator"
+                reduce_(target, [views[index] for index in inputs], self._op)
+
+    def _finish(self, segment: int) -> None:
+        output = self._call.output
+        if self._call.op is ReduceOp.AVG and self._factor is None and output is not None:
+            for start, stop in self._schedule.output.of(segment):
+                output[start:stop].div_(self._transport.world_size)
+
+
+class _Posted(NamedTuple):
+    """A step under way; ``order`` and ``turn`` say when it is waited for, and no two have both alike."""
+
+    order: int
+    turn: int
+    segment: int
+    at: int
+    views: list[torch.Tensor]
+    requests: list[Request]
 
 
 def meet(transport: Transport) -> None:
     """Returns once every rank has joined ``transport``, so that none leaves while another still connects to it."""
-    barrier = Collective(verb="barrier")
-    execute(transport, barrier, choose_algorithm(transport, barrier, None), None)
+    if transport.supports("barrier", torch.uint8):
+        transport.barrier(None)
+    else:
+        plan = find_algorithm("direct").plan("barrier", transport.rank, Topology.flat(transport.world_size))
+        Executor(transport).run(plan, Collective(verb="barrier"), None)
 
 
-def _run(
-    transport: Transport, plan: Plan, collective: Collective, factors: Sequence[float] | None, deadline: float
-) -> None:
-    """The one loop: posts the receives and sends of a round, waits for all of them, runs the local actions."""
-    buffers = _Buffers(plan, collective)
-    for round_ in plan.rounds:
-        requests: list[Request] = []
-        for transfer in round_.transfers:
-            view = buffers.view(transfer.chunk)
-            # An empty chunk is no message. Both sides know its size: it follows from arguments that are equal on all
-            # ranks.
-            if view.numel() == 0:
-                continue
-            start = transport.irecv if isinstance(transfer, Recv) else transport.isend
-            requests.append(start(view, transfer.peer, COLLECTIVE_TAG))
-        for request in requests:
-            request.wait(max(deadline - time.monotonic(), 1e-3))
-        for action in round_.local:
-            if isinstance(action, Reduce):
-                _reduce(buffers, action, collective.op, factors)
-            else:
-                buffers.view(action.output).copy_(buffers.view(action.input))
+def _again(text: str, lost: int | None) -> TransportError:
+    message = f"an earlier call failed, so the group is broken, make a new one; it said: {text}"
+    return TransportError(message) if lost is None else PeerLostError(message, lost)
 
 
-def _reduce(buffers: _Buffers, action: Reduce, op: ReduceOp | None, factors: Sequence[float] | None) -> None:
-    assert op is not None, "a collective that reduces has an operator"
-    output = buffers.view(action.output)
-    if output.numel():
-        reduce_(output, [buffers.view(chunk) for chunk in action.inputs], op, factors)
+def _prescale(call: Collective, world_size: int) -> float | None:
+    """Returns what a rank's contribution is multiplied by before it goes anywhere; see [Note: how a plan reduces]."""
+    if call.op is ReduceOp.PREMUL_SUM:
+        return call.factor
+    return 1.0 / world_size if call.op is ReduceOp.AVG and call.dtype.itemsize < 4 else None
 
 
-def _exchange_factors(transport: Transport, collective: Collective, algorithm: str, deadline: float) -> list[float]:
-    """Returns every rank's factor, so that the reduction scales, and no rank has to round before it sends."""
-    device = "cpu" if collective.input is None else collective.input.device
-    gathered = torch.empty(transport.world_size, dtype=torch.float64, device=device)
-    mine = torch.tensor([collective.factor], dtype=torch.float64, device=device)
-    gather = Collective(verb="all_gather_single", input=mine, output=gathered)
-    plan = ALGORITHMS.load(algorithm).plan("all_gather_single", transport.rank, transport.world_size)
-    _run(transport, plan, gather, None, deadline)
-    return gathered.tolist()
-
-
-class _Buffers:
-    """The memory behind a plan's chunks: views of input and output, without copies, and lanes of scratch."""
-
-    def __init__(self, plan: Plan, collective: Collective) -> None:
-        self._tensors = {Space.INPUT: collective.input, Space.OUTPUT: collective.output}
-        self._bounds = {
-            Space.INPUT: _bounds(collective.input, plan.input_chunks, collective.input_splits),
-            Space.OUTPUT: _bounds(collective.output, plan.output_chunks, collective.output_splits),
-        }
-        self._lanes = {index: self._new_lanes(index, lanes) for index, lanes in plan.lanes().items()}
-
-    def view(self, chunk: Chunk) -> torch.Tensor:
-        """Returns the memory of ``chunk``, flat."""
-        if chunk.space is Space.SCRATCH:
-            return self._lanes[chunk.index][chunk.lane]
-        tensor = self._tensors[chunk.space]
-        assert tensor is not None, f"the plan uses the {chunk.space.value}, and this rank has none"
-        start, stop = self._bounds[chunk.space][chunk.index]
-        return tensor[start:stop]
-
-    def _new_lanes(self, index: int, lanes: int) -> torch.Tensor:
-        start, stop = self._bounds[Space.INPUT][index]
-        source = self._tensors[Space.INPUT]
-        assert source is not None, "scratch is as large as a chunk of the input"
-        return torch.empty((lanes, stop - start), dtype=source.dtype, device=source.device)
-
-
-def _bounds(tensor: torch.Tensor | None, chunks: int, splits: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns the (start, stop) element of each chunk of ``tensor (numel,)``."""
-    if tensor is None or chunks == 0:
-        return []
-    numel = tensor.numel()
+def _cut(numel: int, chunks: int, splits: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     if not splits:
-        return [(index * numel // chunks, (index + 1) * numel // chunks) for index in range(chunks)]
-    stops = [sum(splits[: index + 1]) for index in range(chunks)]
-    return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
-def _execute_native(transport: Transport, call: Collective, timeout_s: float | None) -> None:
-    """Calls the transport's own collective. The asserts state what ``collectives`` has made sure of."""
-    match call.verb:
-        case "barrier":
-            transport.barrier(timeout_s)
-        case "broadcast":
-            assert call.output is not None
-            transport.broadcast(call.output, call.root, timeout_s)
-        case "gather":
-            assert call.input is not None
-            transport.gather(call.output, call.input, call.root, timeout_s)
-        case "scatter":
-            assert call.output is not None
-            transport.scatter(call.output, call.input, call.root, timeout_s)
-        case "all_gather_single":
-            assert call.output is not None and call.input is not None
-            transport.all_gather_single(call.output, call.input, timeout_s)
-        case "all_to_all_single":
-            assert call.output is not None and call.input is not None
-            transport.all_to_all_single(call.output, call.input, call.output_splits, call.input_splits, timeout_s)
-        case _:
-            _execute_native_reduction(transport, call, timeout_s)
-
-
-def _execute_native_reduction(transport: Transport, call: Collective, timeout_s: float | None) -> None:
-    assert call.input is not None and call.op is not None
-    # Only the root of a reduce has an output; the transport writes none elsewhere, so the input may stand in for it.
-    output = call.input if call.output is None else call.output
-    match call.verb:
-        case "all_reduce":
-            transport.all_reduce(output, call.input, call.op, call.factor, timeout_s)
-        case "reduce":
-            transport.reduce(output, call.input, call.op, call.factor, call.root, timeout_s)
-        case "reduce_scatter_single":
-            transport.reduce_scatter_single(output, call.input, call.op, call.factor, timeout_s)
-        case _:
-            raise AssertionError(f"no transport call for {call.verb}")
+        return cut_evenly(numel, chunks)
+    stops = list(accumulate(splits))
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))

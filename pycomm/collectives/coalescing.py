@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from .tensors import Flat
 from .verbs import run_all_reduce
 from .work import Work
 
+if TYPE_CHECKING:
+    from ..compression import Part
+
 __all__ = ["Coalescing", "coalescing"]
 
 
@@ -25,6 +28,7 @@ class _Bucket:
     def __init__(self) -> None:
         self.flats: list[Flat] = []
         self.results: list[Any] = []
+        self.parts: list[Part] = []
 
 
 class Coalescing:
@@ -41,24 +45,36 @@ class Coalescing:
         for work in self._works:
             work.wait()
 
-    def add(self, flat: Flat, op: ReduceOp, factor: float, options: Options, result: Any, async_op: bool) -> None:
+    def add(
+        self,
+        flat: Flat,
+        op: ReduceOp,
+        factor: float,
+        options: Options,
+        result: Any,
+        async_op: bool,
+        parts: Sequence[Part] = (),
+    ) -> None:
         """Takes one all_reduce. For the verbs."""
         if async_op:
             raise ConfigError(
                 "all_reduce(async_op=True) inside coalescing(): the calls become one; "
                 "use coalescing(async_op=True) and wait on what it gives"
             )
-        key = (flat.tensor.dtype, flat.tensor.device, op, factor, options)
+        key = (flat.tensor.dtype, flat.tensor.device, op, factor, options._replace(name=None))
         bucket = self._buckets.setdefault(key, _Bucket())
         bucket.flats.append(flat)
         bucket.results.append(result)
+        bucket.parts.extend(parts)
 
     def flush(self) -> None:
         """Runs what was collected, one call a bucket, in the order in which the buckets began."""
         for (_, _, op, factor, options), bucket in self._buckets.items():
             with self._group.scope("all_reduce"):
-                parts, fused = _fuse(bucket.flats)
-            work = run_all_reduce(self._group, parts, fused, op, factor, options, self._is_async, bucket.results)
+                flats, fused = _fuse(bucket.flats)
+            work = run_all_reduce(
+                self._group, flats, fused, op, factor, options, self._is_async, bucket.results, bucket.parts
+            )
             if work is not None:
                 self._works.append(work)
 

@@ -183,11 +183,14 @@ class CallOptions(TypedDict, total=False):
     """The extra keywords of every collective; all may be None.
 
     ``algorithm``: "auto" (as None), "native" (the transport's own) or a registered name such as "direct".
-    ``compression``: None or "none". ``timeout``: seconds or a timedelta for this call, instead of the group's.
+    ``compression``: None, "none", a text such as "int8" or "topk:0.01+ef", a dict, or a compressor, for all_reduce,
+    reduce_scatter and all_gather (docs/compression.md). ``name``: the tensor's name, for compressors that keep state.
+    ``timeout``: seconds or a timedelta for this call, instead of the group's.
     """
 
     algorithm: str | None
-    compression: str | None
+    compression: Any
+    name: str | None
     timeout: float | timedelta | None
 
 
@@ -196,17 +199,26 @@ class Options(NamedTuple):
 
     algorithm: str | None = None
     timeout_s: float | None = None
+    compression: Any = None  # a text, or a compressor
+    name: str | None = None
 
 
 _DEFAULT = Options()
 
 
 def parse_options(
-    algorithm: str | None = None, compression: str | None = None, timeout: float | timedelta | None = None
+    algorithm: str | None = None,
+    compression: Any = None,
+    name: str | None = None,
+    timeout: float | timedelta | None = None,
 ) -> Options:
     """Checks the extra keywords of a call. Raises ConfigError, and TypeError for a keyword that does not exist."""
     if algorithm is None and compression is None and timeout is None:
-        return _DEFAULT
-    if compression not in (None, "none"):
-        raise ConfigError(f"unknown compression {compression!r}; known: none")
-    return Options(algorithm, None if timeout is None else seconds(timeout))
+        return _DEFAULT  # a name without compression says nothing
+    if compression is None or compression == "none":
+        return Options(algorithm, None if timeout is None else seconds(timeout))
+    from ..compression import checked_spec  # loads on the first compressed call
+
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"name: expected the tensor's name, a str, got {type(name).__name__}: {name!r}")
+    return Options(algorithm, None if timeout is None else seconds(timeout), checked_spec(compression), name)

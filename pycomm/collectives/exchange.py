@@ -6,8 +6,10 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ..algorithms.tables import Table
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
 from ..topology import host_id
+from .agreement import check_digests
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -15,14 +17,17 @@ if TYPE_CHECKING:
 __all__ = ["exchange_hosts"]
 
 
-def exchange_hosts(store: Store, rank: int, world_size: int, transport: str, timeout_s: float) -> tuple[str, ...]:
+def exchange_hosts(
+    store: Store, rank: int, world_size: int, transport: str, table: Table, timeout_s: float
+) -> tuple[str, ...]:
     """Returns every rank's host id.
 
     Raises CollectiveTimeoutError, naming who is missing, if a rank does not come within ``timeout_s``, and
-    CollectiveMismatchError if the ranks ask for different transports or world sizes.
+    CollectiveMismatchError if the ranks ask for different transports or world sizes, or go by different tables of
+    algorithms.
     """
     keys = [f"rank{member}" for member in range(world_size)]
-    mine = {"host": host_id(), "transport": transport, "world_size": world_size}
+    mine = {"host": host_id(), "transport": transport, "world_size": world_size, "algorithms": table.digest}
     store.set(keys[rank], json.dumps(mine))
     try:
         store.wait(keys, timedelta(seconds=min(timeout_s, 1e9)))
@@ -39,6 +44,7 @@ def exchange_hosts(store: Store, rank: int, world_size: int, transport: str, tim
             raise CollectiveMismatchError(
                 f"init on rank {rank} of {world_size}: ranks differ in {name}: {listed}; make them equal"
             )
+    check_digests([entry.get("algorithms") for entry in told], table, rank)
     return tuple(str(entry.get("host")) for entry in told)
 
 

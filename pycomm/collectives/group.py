@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import logging
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..algorithms.executor import Collective, choose_algorithm, execute, meet
+from ..algorithms._agreement import agree_on_members
+from ..algorithms.engine import Engine
+from ..algorithms.executor import Collective, meet
+from ..algorithms.selection import Choice, Selector
 from ..config import seconds
-from ..errors import ConfigError, PycommError, TransportError
-from ..transport.base import Transport
+from ..errors import ConfigError, PeerLostError, TransportError
+from ..transport import _wording as wording
+from ..transport.base import Request, Transport
 from ..types import ReduceOp
-from .hooks import CollectiveRecord, Hook, make_record, not_now, observed
+from .agreement import agree_on_selector
+from .hooks import CollectiveRecord, Hook, StartHook, make_record, not_now, observed
+from .scope import Scope
 from .work import Work
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from ..compression import Part
+    from .compression_wire import CompressionReport
+    from .group_compression import GroupCompression
 
 __all__ = ["Call", "CollectiveRecord", "Group"]
 
@@ -40,7 +50,10 @@ class Call(NamedTuple):
     finishes: Sequence[Callable[[], None] | None] = ()
     algorithm: str | None = None
     timeout_s: float | None = None
+    compression: Any = None  # with the tensors' ``name``, or all their ``parts``
+    name: str | None = None
     result: Any = None
+    parts: Sequence[Part] = ()
 
 
 class Group:
@@ -50,21 +63,24 @@ class Group:
     thread, and a later call waits for it first. As a context manager it closes itself at the end.
 
     The ``fast_*`` attributes are the transport's short cuts, taken by the verbs directly; they are ``not_now`` while
-    asynchronous calls are outstanding, all_reduces are being coalesced, or the group is closed.
+    asynchronous calls are outstanding, all_reduces are being coalesced, a start hook is attached, or the group is
+    closed.
     """
 
     __slots__ = (
         "__weakref__",
         "_children",
+        "_compression",
+        "_engine",
         "_hooks",
         "_is_closed",
-        "_jobs",
-        "_last_async",
         "_on_close",
         "_pending",
         "_ranks",
         "_seq",
         "_splits",
+        "_start_hooks",
+        "_turn",
         "_worker",
         "fast_all_gather_single",
         "fast_all_reduce",
@@ -72,6 +88,7 @@ class Group:
         "fast_broadcast",
         "fast_reduce_scatter_single",
         "name",
+        "orphans",
         "timeout_s",
         "transport",
     )
@@ -82,22 +99,30 @@ class Group:
         name: str,
         ranks: Sequence[int] | None = None,
         on_close: Callable[[Group], None] | None = None,
+        selector: Selector | None = None,
     ) -> None:
-        """Wraps a connected ``transport``; ``ranks`` are the global ranks of its members (default 0, 1, ...)."""
+        """Wraps a connected ``transport``; ``ranks`` are the global ranks of its members (default 0, 1, ...).
+
+        Without a ``selector`` the ranks make one out with each other at their first collective.
+        """
         self.transport = transport
+        transport.group_name = name
+        self._engine = None if selector is None else Engine(transport, selector)
         self.name = name
         self.timeout_s = transport.timeout_s
         self._ranks = tuple(range(transport.world_size)) if ranks is None else tuple(ranks)
         self._on_close = on_close
         self._hooks: tuple[Hook, ...] = ()
+        self._start_hooks: tuple[StartHook, ...] = ()
+        self._compression: GroupCompression | None = None
         self._pending: Any = None  # the coalescing context that is open, see coalescing.py
-        self._last_async: concurrent.futures.Future[Any] | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        self._worker: threading.Thread | None = None
+        self._worker = Worker(f"pycomm-{name}")
         self._seq = 0
         self._splits = 0
         self._children: weakref.WeakSet[Group] = weakref.WeakSet()
+        self.orphans: list[Request] = []  # messages under way whose handles were dropped
         self._is_closed = False
+        self._turn = threading.Lock()  # held by the thread that is inside a collective
         self._refresh_fast()
 
     # -- what it is -----------------------------------------------------------------------------------------------
@@ -118,6 +143,15 @@ class Group:
         return self._ranks
 
     @property
+    def engine(self) -> Engine:
+        """What chooses and runs algorithms. The first use is collective where ``__init__`` was given no selector."""
+        if self._engine is None:
+            self.settle()
+            self._engine = Engine(self.transport, agree_on_selector(self.transport))
+            self._refresh_fast()
+        return self._engine
+
+    @property
     def control_device(self) -> torch.device:
         """Where small tensors of our own go: host memory, or this process's GPU if the transport has nothing else."""
         return (
@@ -125,6 +159,15 @@ class Group:
             if "cpu" in self.transport.devices
             else torch.device("cuda", torch.cuda.current_device())
         )
+
+    @property
+    def compression(self) -> GroupCompression:
+        """What this group's compressed calls moved and took, and the state of their compressors."""
+        if self._compression is None:
+            from .group_compression import GroupCompression
+
+            self._compression = GroupCompression(self)
+        return self._compression
 
     def size(self) -> int:
         """Returns ``world_size``, as torch's ProcessGroup spells it."""
@@ -148,39 +191,44 @@ class Group:
     def run(self, call: Call, async_op: bool) -> Work | None:
         """Numbers ``call`` and runs it: here and now (returns None), or on the worker thread (returns its Work)."""
         self.check_open()
-        algorithms = [choose_algorithm(self.transport, each, call.algorithm) for each in call.collectives]
+        compressed = None
+        with self.scope(call.verb):
+            engine = self.engine
+            if call.compression is None:
+                choices = [engine.choose(each, call.algorithm) for each in call.collectives]
+            else:
+                choices, compressed = [Choice("compressed", None)], self.compression.prepare(call)
         if not async_op:
             self.settle()
         self._seq += 1
         seq = self._seq
         if not async_op:
-            self._perform(call, algorithms, seq)
+            self._perform(call, choices, seq, compressed)
             return None
         work = Work(f"{call.verb} (call {seq} of group {self.name!r} on rank {self.rank} of {self.world_size})")
 
         def job() -> None:
             try:
-                self._perform(call, algorithms, seq)
+                self._perform(call, choices, seq, compressed)
             except BaseException as error:  # goes to whoever waits on the Work
                 work.set_exception(error)
             else:
                 work.set_result(call.result)
 
-        self._submit(job, work)
+        self._worker.submit(job, work.future)
+        self._refresh_fast()
         return work
 
     def settle(self) -> None:
         """Waits until no asynchronous call, each bounded by its timeout, is outstanding: the turn of the next one."""
-        last = self._last_async
-        if last is None:
+        if self._worker.is_free:
             return
-        if threading.current_thread() is self._worker:
+        if self._worker.is_this_thread:
             raise ConfigError(
                 f"a callback of Work.then called group {self.name!r} on its worker thread, which would wait for "
                 f"itself; use another group there, or call after wait()"
             )
-        concurrent.futures.wait([last])
-        self._last_async = None
+        self._worker.wait()
         self._refresh_fast()
 
     def check_open(self) -> None:
@@ -192,20 +240,41 @@ class Group:
         """Returns the context that a call runs in."""
         return Scope(self, verb, seq)
 
-    def _perform(self, call: Call, algorithms: Sequence[str], seq: int) -> None:
+    def _perform(
+        self, call: Call, choices: Sequence[Choice], seq: int, compressed: Callable[[float], CompressionReport] | None
+    ) -> None:
+        for start in self._start_hooks:
+            start(call.verb, seq)
         start_ns = time.perf_counter_ns()
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        with self.scope(call.verb, seq):
-            for collective, algorithm in zip(call.collectives, algorithms, strict=True):
-                execute(self.transport, collective, algorithm, timeout_s)
+        report = None
+        with self._in_turn(call.verb), self.scope(call.verb, seq):
+            if compressed is not None:
+                report = compressed(timeout_s)
+            else:
+                for collective, choice in zip(call.collectives, choices, strict=True):
+                    self.engine.run(collective, choice, timeout_s)
             for finish in call.finishes:
                 if finish is not None:
                     finish()
         if self._hooks:
             end_ns = time.perf_counter_ns()
             first = call.collectives[0]
-            numel = sum(_whole_numel(each, self.world_size) for each in call.collectives)
-            self._tell(call.verb, algorithms[0], first.dtype, first.op, numel, seq, start_ns, end_ns)
+            numel = sum(each.whole_numel(self.world_size) for each in call.collectives)
+            self._tell(call.verb, choices[0].name, first.dtype, first.op, numel, seq, start_ns, end_ns, report)
+
+    @contextlib.contextmanager
+    def _in_turn(self, verb: str) -> Iterator[None]:
+        """The span in which one thread is inside a collective of this group."""
+        if not self._turn.acquire(blocking=False):
+            raise wording.other_thread(self.transport.place(verb))
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):  # the other ranks are in the middle of it, and would wait for this one
+            self.transport.abandon()
+            raise
+        finally:
+            self._turn.release()
 
     def _tell(
         self,
@@ -217,31 +286,24 @@ class Group:
         seq: int | None,
         start_ns: int,
         end_ns: int,
+        report: CompressionReport | None = None,
     ) -> None:
         """Tells the hooks of one finished collective; ``seq`` None numbers it, as short cuts are not otherwise."""
         if seq is None:
             self._seq += 1
             seq = self._seq
         names = self.name, self.transport.name
-        record = make_record(verb, names, algorithm, dtype, op, numel, seq, start_ns, end_ns)
+        record = make_record(verb, names, algorithm, dtype, op, numel, seq, start_ns, end_ns, report)
         for hook in self._hooks:
             hook(record)
 
-    def _submit(self, job: Callable[[], None], work: Work) -> None:
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            self._worker = threading.Thread(
-                target=_work_off, args=(self._jobs,), name=f"pycomm-{self.name}", daemon=True
-            )
-            self._worker.start()
-        self._last_async = work.future
-        self._refresh_fast()
-        self._jobs.put(job)
-
     def _refresh_fast(self) -> None:
         """Sets the ``fast_*`` attributes to the transport's short cuts if they may be taken now."""
-        is_free = self._last_async is None and self._pending is None and not self._is_closed
-        fast: Mapping[str, Callable[..., bool]] = self.transport.fast if is_free else {}
+        fast: Mapping[str, Callable[..., bool]] = {}
+        is_free = self._worker.is_free and self._pending is None and not self._is_closed and not self._start_hooks
+        if is_free and self._engine is not None:
+            selector = self._engine.selector
+            fast = {verb: each for verb, each in self.transport.fast.items() if selector.is_always_native(verb)}
         if self._hooks:
             fast = {verb: observed(verb, each, self._tell) for verb, each in fast.items()}
         self.fast_all_reduce = fast.get("all_reduce", not_now)
@@ -266,6 +328,21 @@ class Group:
         self._hooks = tuple(hooks)
         self._refresh_fast()
 
+    def add_start_hook(self, hook: StartHook) -> None:
+        """Calls ``hook(verb, seq)`` before every collective of this group, in the thread that is to run it.
+
+        While there is one, no call takes the transport's short cut.
+        """
+        self._start_hooks = (*self._start_hooks, hook)
+        self._refresh_fast()
+
+    def remove_start_hook(self, hook: StartHook) -> None:
+        """Stops calling ``hook``. Raises ConfigError if it is not attached."""
+        if hook not in self._start_hooks:
+            raise ConfigError(f"this hook is not attached to group {self.name!r}: {hook!r}")
+        self._start_hooks = tuple(each for each in self._start_hooks if each != hook)
+        self._refresh_fast()
+
     # -- coalescing, see coalescing.py --------------------------------------------------------------------------------
 
     @property
@@ -288,17 +365,33 @@ class Group:
         self.check_open()
         self.settle()
         self._splits += 1
+        name = name or f"{self.name}.{self._splits}"
         with self.scope("new_group"):
+            selector = self.engine.selector  # made out with all ranks, also those outside
+            self._agree_on_members(group_ranks)
             transport = self.transport.split(group_ranks, self._splits)
             if transport is None or group_ranks is None:
                 return None
+            transport.group_name = name
             if timeout is not None:
                 transport.timeout_s = seconds(timeout)
             meet(transport)
         ranks = [self._ranks[rank] for rank in group_ranks]
-        child = Group(transport, name or f"{self.name}.{self._splits}", ranks)
+        child = Group(transport, name, ranks, selector=selector.within(transport, group_ranks))
         self._children.add(child)
         return child
+
+    def _agree_on_members(self, group_ranks: Sequence[int] | None) -> None:
+        """Raises CollectiveMismatchError if the ranks name different members. After a failure only those who live, and
+        who call this to go on without the others, are left to ask: then they meet in the new group alone.
+        """
+        if self.transport.is_broken:
+            return
+        try:
+            agree_on_members(self.transport, group_ranks, self.timeout_s)
+        except PeerLostError as error:
+            if group_ranks is None or error.rank in group_ranks:
+                raise
 
     def close(self) -> None:
         """Gives back the resources of the group and of those made from it, after their outstanding calls.
@@ -311,12 +404,13 @@ class Group:
             child.close()
         self._is_closed = True
         self._refresh_fast()
-        is_idle = True
-        if self._last_async is not None and threading.current_thread() is not self._worker:
-            is_idle = bool(concurrent.futures.wait([self._last_async], _CLOSE_TIMEOUT_S).done)
-        if self._jobs is not None:
-            self._jobs.put(None)
+        is_idle = self._worker.is_this_thread or self._worker.wait(_CLOSE_TIMEOUT_S)
+        self._worker.stop()
+        if self._compression is not None:
+            self._compression.close()
         if is_idle:
+            if self._engine is not None:
+                self._engine.close()
             self.transport.close()
         else:  # pulling memory from under a call that runs would end the process
             _log.warning("%r closed while a call was still under way after %g s", self, _CLOSE_TIMEOUT_S)
@@ -328,53 +422,6 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-class Scope(AbstractContextManager[None]):
-    """What every call runs in: pycomm's errors say where they happened, once, and tensors made here are ordinary.
-
-    Ordinary also under the caller's ``torch.inference_mode()``: other threads may have to write them.
-    """
-
-    __slots__ = ("_group", "_mode", "_seq", "_verb")
-
-    def __init__(self, group: Group, verb: str, seq: int | None) -> None:
-        self._group = group
-        self._verb = verb
-        self._seq = seq
-        self._mode: torch.inference_mode | None = None
-
-    def __enter__(self) -> None:
-        if torch.is_inference_mode_enabled():
-            self._mode = torch.inference_mode(False)
-            self._mode.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(kind, error, tb)
-            self._mode = None
-        if not isinstance(error, PycommError) or getattr(error, "_is_located", False):
-            return
-        group = self._group
-        call = "" if self._seq is None else f", call {self._seq}"
-        where = f"[{self._verb}{call}, group {group.name!r}, rank {group.rank} of {group.world_size}]"
-        error.args = (f"{where} {error.args[0] if error.args else ''}", *error.args[1:])
-        error._is_located = True  # type: ignore[attr-defined]
-
-
-def _work_off(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """The worker thread of a group: runs its jobs in order. Holds the queue alone, so that groups can be collected."""
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # its tensors are not kept until the next one comes
-
-
-def _whole_numel(collective: Collective, world_size: int) -> int:
-    """Returns the elements of the collective's whole buffer on one rank, also where this rank has only a part of it."""
-    numels = [tensor.numel() for tensor in (collective.input, collective.output) if tensor is not None]
-    if collective.verb in ("gather", "scatter"):
-        return min(numels) * world_size
-    return max(numels, default=0)
 
 
 def _shorten(ranks: Sequence[int]) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..types import ReduceOp
 from .tensors import dtype_name
 
-__all__ = ["CollectiveRecord", "Hook", "make_record", "not_now", "observed"]
+if TYPE_CHECKING:
+    from .compression_wire import CompressionReport
+
+__all__ = ["CollectiveRecord", "Hook", "StartHook", "make_record", "not_now", "observed"]
 
 
 class CollectiveRecord(NamedTuple):
@@ -20,7 +23,7 @@ class CollectiveRecord(NamedTuple):
 
     ``numel`` and ``nbytes`` count the collective's whole buffer on one rank (nccl-tests' "size"). ``seq`` counts the
     group's calls, but for those that took a transport's short cut while no hook was attached. Times are of
-    ``time.perf_counter_ns``.
+    ``time.perf_counter_ns``. ``compression`` is what a compressed call moved and took, None of the others.
     """
 
     verb: str
@@ -34,9 +37,11 @@ class CollectiveRecord(NamedTuple):
     seq: int
     start_ns: int
     end_ns: int
+    compression: CompressionReport | None = None
 
 
 Hook = Callable[[CollectiveRecord], None]
+StartHook = Callable[[str, int], None]  # verb, seq
 
 # The arguments of a short cut that say how much it moves, and how it reduces; None where there is none.
 _LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
@@ -82,11 +87,13 @@ def make_record(
     seq: int,
     start_ns: int,
     end_ns: int,
+    report: CompressionReport | None = None,
 ) -> CollectiveRecord:
     """Returns the record of a call of the group and transport of ``names``."""
     name, itemsize = _describe(dtype)
     op_name = None if op is None else _OP_NAMES[op]
-    return CollectiveRecord(verb, *names, algorithm, name, op_name, numel, numel * itemsize, seq, start_ns, end_ns)
+    nbytes = numel * itemsize
+    return CollectiveRecord(verb, *names, algorithm, name, op_name, numel, nbytes, seq, start_ns, end_ns, report)
 
 
 _OP_NAMES = {op: op.name for op in ReduceOp}  # an enum's own .name takes longer than a short cut

@@ -15,10 +15,12 @@ import torch
 
 from .. import env, topology
 from ..algorithms.executor import meet
+from ..algorithms.selection import Selector, load_table
 from ..config import LOG_LEVELS, Config, seconds
 from ..errors import ConfigError, NativeUnavailableError
-from ..topology import LaunchInfo
+from ..topology import LaunchInfo, Topology
 from ..transport import TRANSPORTS, ConnectSpec, Transport, connect
+from .agreement import agree_on_selector
 from .context import NON_MEMBER, NonMember, default_group, resolve, state
 from .exchange import exchange_hosts
 from .group import Group
@@ -26,7 +28,7 @@ from .group import Group
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["finalize", "init", "is_initialized", "local_rank", "new_group", "rank", "split", "world_size"]
+__all__ = ["finalize", "init", "is_initialized", "join_ranks", "local_rank", "new_group", "rank", "split", "world_size"]
 
 _log = logging.getLogger("pycomm")
 _inherited: list[Any] = []
@@ -46,7 +48,7 @@ def init(
 ) -> Group:
     """Joins the ranks of this job and returns the default group. Called once by every rank; also a context manager.
 
-    ``transport`` is a registered name, or "auto": shm if all ranks share this host, else torch. Rank and world size
+    ``transport`` is a registered name, or "auto": shm if all ranks share this host, else mixed. Rank and world size
     come from the launcher's environment unless given. ``store`` or ``init_method`` say where ranks meet, as in torch. A
     connected Transport may be given instead of all that; one of a LocalWorld makes a group for the calling thread
     alone. Raises ConfigError, NativeUnavailableError, CollectiveTimeoutError if a rank does not come.
@@ -188,7 +190,22 @@ def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method:
     # The same store may serve a second init after finalize; its keys must be new ones.
     store = PrefixStore(f"init{_inits}", base)
     _inits += 1
-    host_ids = exchange_hosts(store, launch.rank, launch.world_size, config.transport, config.timeout_s)
+    return _join(store, launch, config)
+
+
+def join_ranks(store: Store, rank: int, world_size: int, config: Config) -> Group:
+    """Joins the ranks that meet in ``store``, whose keys are new and theirs alone; returns the default group.
+
+    Called by every rank, while it has no default group. Raises as ``init`` does.
+    """
+    return _join(store, _launch_info(rank, world_size), config)
+
+
+def _join(store: Store, launch: LaunchInfo, config: Config) -> Group:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as above
+
+    table = load_table(config.algorithms)
+    host_ids = exchange_hosts(store, launch.rank, launch.world_size, config.transport, table, config.timeout_s)
     name = _choose_transport(config.transport, host_ids)
     spec = ConnectSpec(
         rank=launch.rank,
@@ -206,17 +223,18 @@ def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method:
     _log.info("rank %d of %d joined by transport %s", launch.rank, launch.world_size, name)
     says_local = launch.launcher != "none" and launch.local_world_size > 1
     state.local_rank = launch.local_rank if says_local else host_ids[: launch.rank].count(host_ids[launch.rank])
-    state.world = Group(transport, "world", on_close=_forget_world)
+    selector = Selector(transport, Topology.of_hosts(host_ids), table)
+    state.world = Group(transport, "world", on_close=_forget_world, selector=selector)
     _set_exit_handlers()
     return state.world
 
 
 def _choose_transport(name: str, host_ids: tuple[str, ...]) -> str:
-    """Returns ``name``, or what "auto" means: shm where all ranks share one host, else torch (gloo)."""
+    """Returns ``name``, or what "auto" means: shm where all ranks share one host, else mixed."""
     if name != "auto":
         return name
     if len(set(host_ids)) > 1:
-        return "torch"
+        return "mixed"
     if len(host_ids) == 1:
         from ..ops import native
 
@@ -232,11 +250,12 @@ def _adopt(transport: Transport, timeout: float | timedelta | None) -> Group:
     """Makes the default group of a transport that is already connected."""
     if timeout is not None:
         transport.timeout_s = seconds(timeout)
+    selector = agree_on_selector(transport)
     if transport.name == "local":
-        group = Group(transport, "world", on_close=_forget_thread)
+        group = Group(transport, "world", on_close=_forget_thread, selector=selector)
         state.by_thread.world = group
     else:
-        group = Group(transport, "world", on_close=_forget_world)
+        group = Group(transport, "world", on_close=_forget_world, selector=selector)
         state.world = group
         _set_exit_handlers()
     return group

@@ -75,7 +75,7 @@ def reduce_scatter(
         out = flatten(own, reads=False, writes=True, devices=devices)
         if _is_even(inputs):
             flat = joined(inputs, reads=True, writes=False, devices=devices)
-            verb_inputs: list[tuple[str, Flat, int]] = [("reduce_scatter_single", flat, g.rank)]
+            verb_inputs: list[tuple[str, Flat, int]] = [("reduce_scatter_single", flat, 0)]
         else:  # each rank is the root of its own
             flats = [flatten(input_, reads=True, writes=False, devices=devices) for input_ in inputs]
             verb_inputs = [("reduce", flat, rank) for rank, flat in enumerate(flats)]
@@ -83,7 +83,7 @@ def reduce_scatter(
             Collective(
                 verb=verb,
                 input=flat.tensor,
-                output=out.tensor if root == g.rank else None,
+                output=out.tensor if verb == "reduce_scatter_single" or root == g.rank else None,
                 op=reduce_op,
                 factor=factor,
                 root=root,

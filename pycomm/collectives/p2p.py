@@ -1,8 +1,8 @@
 """Messages between two ranks.
 
 ``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group. Messages between two ranks
-with the same tag arrive in the order they were sent. Tags are 0 to 32765: MPI promises no more, and collectives need
-one.
+with the same tag arrive in the order they were sent. Tags are 0 to 32760: MPI promises few more, and collectives need
+some.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..transport.mixed import FIRST_OWN_TAG
 from .context import resolve, root_rank
 from .group import Group
 from .tensors import as_tensor, flatten
-from .work import RequestWork, Work
+from .work import RequestWork, Work, forget_ended
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
-_MAX_TAG = 32765
+_MAX_TAG = FIRST_OWN_TAG - 1
 
 
 def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
@@ -128,6 +129,8 @@ def _start(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
     is_receive = verb == "irecv"
     flat = flatten(tensor, reads=not is_receive, writes=is_receive, devices=g.transport.devices)
     g.settle()
+    if g.orphans:
+        forget_ended(g.orphans)
     if is_receive:
         request = g.transport.irecv(flat.tensor, peer, tag)
     else:
@@ -137,10 +140,11 @@ def _start(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
     description = (
         f"{verb} {'from' if is_receive else 'to'} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
     )
-    return RequestWork(description, request, flat.finish, result, lambda rank: g.ranks[rank], g.scope(verb))
+    to_global = g.ranks.__getitem__
+    return RequestWork(description, request, flat.finish, result, to_global, g.scope(verb), g.orphans)
 
 
 def _checked_tag(tag: int) -> int:
     if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
-        raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises no more), got {tag!r}")
+        raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises few more), got {tag!r}")
     return tag

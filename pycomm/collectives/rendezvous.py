@@ -7,6 +7,7 @@ because a second ``init`` then meets where the first did.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlparse
 
 import torch.distributed
 
@@ -105,11 +107,42 @@ def _by_address(launch: LaunchInfo, timeout_s: float) -> Store:
 def _by_url(launch: LaunchInfo, timeout_s: float, url: str) -> Store:
     timeout = timedelta(seconds=min(timeout_s, _LONGEST_S))
     try:
-        store: Store = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))[0]
+        store: Store = (
+            _serve_where_asked(launch, url, timeout)
+            or next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))[0]
+        )
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         _raise_unreachable(launch, url, timeout_s, error)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"init_method {url!r}: {error}; expected tcp://HOST:PORT or file:///PATH") from error
+    return store
+
+
+def _serve_where_asked(launch: LaunchInfo, url: str, timeout: timedelta) -> Store | None:
+    """Serves the store at the address of ``url`` alone, where torch would listen on every interface of the host.
+
+    Returns None where that is not for this rank to do: another one serves it, an agent does, or this process does
+    already, for torch.distributed. An address that is not this host's own (of a balancer, say) cannot be bound; then
+    all interfaces are listened on, with a warning.
+    """
+    where = urlparse(url)
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launch.rank != 0 or is_agents or where.scheme != "tcp" or not where.hostname or not where.port:
+        return None
+    family, _, _, _, address = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                _log.warning("%s is no address of this host: the store listens on all interfaces", where.hostname)
+            return None  # torch shares a port that this process has, or says that it is taken
+        listener.listen(launch.world_size + 8)
+        arguments = {"is_master": True, "timeout": timeout, "multi_tenant": True}
+        store: Store = dist.TCPStore(
+            where.hostname, where.port, launch.world_size, **arguments, master_listen_fd=listener.detach()
+        )
     return store
 
 

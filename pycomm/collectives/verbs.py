@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import torch
 
@@ -27,6 +27,9 @@ from .context import CallOptions, OpLike, Options, parse_op, parse_options, reso
 from .group import Call, Group
 from .tensors import Flat, as_tensor, check_in_place, flatten
 from .work import Work
+
+if TYPE_CHECKING:
+    from ..compression import Part
 
 __all__ = [
     "all_gather_into_tensor",
@@ -41,7 +44,7 @@ __all__ = [
     "reduce_scatter_tensor",
 ]
 
-
+_PLAIN = Options()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -228,10 +231,11 @@ def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Opti
         t = as_tensor(tensor, "tensor", writes=True)
         check_op(t.dtype, reduce_op)
         flat = flatten(t, reads=True, writes=True, devices=g.transport.devices)
+        parts = _parts(t, options)
     if g.pending is not None:
-        work: Work | None = g.pending.add(flat, reduce_op, factor, options, tensor, async_op)
+        work: Work | None = g.pending.add(flat, reduce_op, factor, options, tensor, async_op, parts)
         return work
-    return run_all_reduce(g, [flat], flat.tensor, reduce_op, factor, options, async_op, tensor)
+    return run_all_reduce(g, [flat], flat.tensor, reduce_op, factor, options, async_op, tensor, parts)
 
 
 def run_all_reduce(
@@ -243,11 +247,21 @@ def run_all_reduce(
     options: Options,
     async_op: bool,
     result: Any,
+    parts: Sequence[Part] = (),
 ) -> Work | None:
-    """Reduces ``buffer (numel,)`` in place, then finishes ``flats``."""
+    """Reduces ``buffer (numel,)`` in place, then finishes ``flats``; ``parts`` are the tensors in it."""
     collective = Collective(verb="all_reduce", input=buffer, output=buffer, op=op, factor=factor)
     finishes = [flat.finish for flat in flats]
-    return g.run(Call("all_reduce", [collective], finishes, *options, result=result), async_op)
+    return g.run(Call("all_reduce", [collective], finishes, *options, result=result, parts=parts), async_op)
+
+
+def _parts(tensor: torch.Tensor, options: Options) -> Sequence[Part]:
+    """Returns what a compressor is to know of the tensor; nothing if there is none."""
+    if options.compression is None:
+        return ()
+    from ..compression import Part
+
+    return (Part(options.name, tuple(tensor.shape)),)
 
 
 def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
@@ -258,7 +272,7 @@ def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
 
 def _is_plain(async_op: bool, options: Options, op: ReduceOp | None = None) -> bool:
     """Whether a transport's short cut may serve: it has no place for options or a factor."""
-    return not async_op and options == (None, None) and op is not ReduceOp.PREMUL_SUM
+    return not async_op and options == _PLAIN and op is not ReduceOp.PREMUL_SUM
 
 
 def _pair(g: Group, output: Any, input_: Any, *, whole: str, part: str) -> tuple[torch.Tensor, torch.Tensor]:

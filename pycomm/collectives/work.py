@@ -16,7 +16,7 @@ from ..errors import CollectiveTimeoutError, TransportError
 if TYPE_CHECKING:
     from ..transport.base import Request
 
-__all__ = ["RequestWork", "Work"]
+__all__ = ["RequestWork", "Work", "forget_ended"]
 
 _log = logging.getLogger("pycomm")
 
@@ -121,14 +121,24 @@ class RequestWork(Work):
         result: Any,
         to_global: Callable[[int], int],
         scope: AbstractContextManager[None],
+        orphans: list[Request],
     ) -> None:
+        """``orphans`` takes the request over if this handle is dropped before the message is complete."""
         super().__init__(description)
+        self._orphans = orphans
         self._request = request
         self._finish = finish
         self._value = result
         self._to_global = to_global
         self._scope = scope
         self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        if self.future.done():
+            super().__del__()
+            return
+        # Its memory is in use until the message is complete, and a transport may call back what nobody holds.
+        self._orphans.append(self._request)
 
     def result(self, timeout: float | timedelta | None = None) -> Any:
         with self._lock:
@@ -174,3 +184,15 @@ class RequestWork(Work):
             self.set_exception(error)
         else:
             self.set_result(self._value)
+
+
+def forget_ended(orphans: list[Request]) -> None:
+    """Lets go of the messages whose handles were dropped and that are complete by now."""
+
+    def has_ended(request: Request) -> bool:
+        try:
+            return request.test()
+        except Exception:  # nobody is left to be told
+            return True
+
+    orphans[:] = [request for request in orphans if not has_ended(request)]

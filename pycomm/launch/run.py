@@ -1,8 +1,8 @@
 """Starts the ranks of a job: torch's elastic launcher, with settings that suit one host and exit codes that tell.
 
 All options of ``torchrun`` are understood. What differs: ``-n`` is short for ``--nproc-per-node``; on one host the
-ranks meet on loopback, at a port that is free; OMP_NUM_THREADS shares out the cores; the exit code is that of the rank
-that failed first.
+ranks meet on loopback, at a port that is free, and nothing listens beyond it; OMP_NUM_THREADS shares out the cores; the
+exit code is that of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..topology import available_cores
 
 __all__ = ["parse_arguments", "run_job"]
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"  # torchrun's default for --master-addr, too
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -42,11 +42,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         is_one_host = parse_min_max_nnodes(settings.nnodes)[1] == 1
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--nnodes: expected N or MIN:MAX, got {settings.nnodes!r}") from error
-    has_meeting_point = settings.rdzv_endpoint or settings.rdzv_backend != "static" or settings.master_port is not None
-    if settings.standalone or (is_one_host and not has_meeting_point):
-        # What --standalone does, on an address that needs no name service and that no other host reaches.
+    asks_for_another = settings.rdzv_endpoint or settings.rdzv_backend != "static" or settings.master_addr != _LOOPBACK
+    if settings.standalone or (is_one_host and not asks_for_another):
+        from ._loopback import BACKEND, register
+
+        register()
         settings.standalone = False
-        settings.rdzv_backend, settings.rdzv_endpoint = "c10d", f"{_LOOPBACK}:0"
+        settings.rdzv_backend, settings.rdzv_endpoint = BACKEND, f"{_LOOPBACK}:{settings.master_port or 0}"
         settings.rdzv_id, settings.local_addr = str(uuid.uuid4()), _LOOPBACK
     return settings
 

@@ -29,4 +29,5 @@ def csrc_dir() -> Path:
 
 def sources(csrc: Path) -> list[Path]:
     """Returns the C++ files of the library, sorted."""
-    return [csrc / "bindings" / "torch_ops.cpp", *sorted((csrc / "kernels" / "cpu").glob("*.cpp"))]
+    kernels = csrc / "kernels" / "cpu"
+    return [csrc / "bindings" / "torch_ops.cpp", kernels / "isa.cpp", *sorted(kernels.glob("reduce*.cpp"))]

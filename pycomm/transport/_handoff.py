@@ -13,11 +13,12 @@ import array
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import CollectiveTimeoutError, TransportError
 from ..ops import native
@@ -33,6 +34,7 @@ _CPU_BYTES = 128  # a bit a CPU, for 1024 of them
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sii{_CPU_BYTES}s")  # token, rank on the host, quota in cores, CPUs
 _WELCOME = struct.Struct("<ii")  # ranks, cores that they have together
 _FDS_A_MESSAGE = 200  # the kernel takes 253
+_STRANGERS = 64  # connections that say nothing and are kept waiting all the same
 
 
 class SharedMemory(NamedTuple):
@@ -65,59 +67,132 @@ def _cpus() -> tuple[int, int]:
 
 
 def _lead(store: Store, host: str, host_ranks: int, deadline: float) -> SharedMemory:
-    token = secrets.token_bytes(_TOKEN_BYTES)
     memory = native().shm_create_memory(host_ranks)
     pidfds = [-1] * host_ranks
+    peers: dict[int, socket.socket] = {}
+    try:
+        return _gather(store, host, deadline, memory, pidfds=pidfds, peers=peers)
+    except BaseException:
+        for connection in peers.values():
+            connection.close()
+        for fd in (memory, *pidfds):
+            if fd >= 0:
+                os.close(fd)
+        raise
+
+
+def _gather(
+    store: Store, host: str, deadline: float, memory: int, *, pidfds: list[int], peers: dict[int, socket.socket]
+) -> SharedMemory:
+    """Admits the other ranks and hands everything to them; fills ``pidfds`` and ``peers``, which the caller closes."""
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    host_ranks = len(pidfds)
     pids = [0] * host_ranks
     pidfds[0], pids[0] = os.pidfd_open(os.getpid()), os.getpid()
-    peers: dict[int, socket.socket] = {}
     quota, cpus = _cpus()
     quotas = [quota]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         name = f"\0pycomm-{secrets.token_hex(16)}"
         listener.bind(name)
-        listener.listen(host_ranks)
+        listener.listen(host_ranks + _STRANGERS)
         store.set(f"{host}/socket", name.encode().hex() + ":" + token.hex())
-        while len(peers) < host_ranks - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = sorted(set(range(1, host_ranks)) - set(peers))
+        for connection, hello in _arrivals(listener, token, host_ranks, deadline):
+            if hello.rank in peers:
+                os.close(hello.pidfd)
+                connection.close()
+                continue
+            peers[hello.rank], pidfds[hello.rank], pids[hello.rank] = connection, hello.pidfd, hello.pid
+            quotas.append(hello.quota)
+            cpus |= hello.cpus
+            if len(peers) == host_ranks - 1:
+                break
+        else:
+            missing = sorted(set(range(1, host_ranks)) - set(peers))
+            if missing:
                 raise CollectiveTimeoutError(
                     f"init: local ranks {missing} of {host_ranks} on this host did not come in time; "
                     "expected all of them to call pycomm.init; check that they started, or pass a longer timeout="
-                ) from None
-            joined = _admit(connection, token, host_ranks, deadline)
-            if joined is None or joined[0] in peers:
-                connection.close()  # a stranger: it learns nothing and the job goes on
-                continue
-            rank, quota, its_cpus, pidfd, pid = joined
-            peers[rank], pidfds[rank], pids[rank] = connection, pidfd, pid
-            quotas.append(quota)
-            cpus |= its_cpus
+                )
     # Ranks that are pinned to a core each have as many cores as there are of them, so the sets count together.
     cores = min([cpus.bit_count(), *filter(None, quotas)])
-    for connection in peers.values():
-        with connection:
-            connection.sendall(_WELCOME.pack(host_ranks, cores) + struct.pack(f"<{host_ranks}i", *pids))
-            _send_fds(connection, [memory, *pidfds])
+    for rank, connection in peers.items():
+        try:
+            with connection:
+                connection.sendall(_WELCOME.pack(host_ranks, cores) + struct.pack(f"<{host_ranks}i", *pids))
+                _send_fds(connection, [memory, *pidfds])
+        except OSError as error:
+            raise TransportError(
+                f"init: local rank {rank} of {host_ranks} (pid {pids[rank]}) ended, or gave up, while the ranks of "
+                f"this host came together ({error}); see that rank's own error, then start it, or the job, again"
+            ) from error
     os.close(pidfds[0])
     pidfds[0] = -1
     return SharedMemory(memory, tuple(pidfds), tuple(pids), cores)
 
 
-def _admit(
-    connection: socket.socket, token: bytes, host_ranks: int, deadline: float
-) -> tuple[int, int, int, int, int] | None:
-    """Checks who connected; returns (rank, quota, CPUs, pidfd, pid), or None for a stranger."""
+class _Hello(NamedTuple):
+    """What a rank says of itself, checked."""
+
+    rank: int
+    quota: int
+    cpus: int
+    pidfd: int
+    pid: int
+
+
+def _arrivals(
+    listener: socket.socket, token: bytes, host_ranks: int, deadline: float
+) -> Iterator[tuple[socket.socket, _Hello]]:
+    """Yields who belongs, as they come, until ``deadline``. Strangers learn nothing, and delay nobody: one that says
+    nothing is waited for beside the others, and at most ``_STRANGERS`` of them.
+    """
+    waiting: list[socket.socket] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while host_ranks > 1 and (left_s := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left_s):
+                    if key.fileobj is listener:
+                        connection, _ = listener.accept()
+                        if _peer(connection)[1] != os.getuid():
+                            connection.close()
+                            continue
+                        waiting.append(connection)
+                        selector.register(connection, selectors.EVENT_READ)
+                        if len(waiting) > _STRANGERS + host_ranks:
+                            selector.unregister(waiting[0])
+                            waiting.pop(0).close()
+                        continue
+                    connection = cast("socket.socket", key.fileobj)
+                    if connection not in waiting:  # closed in this round
+                        continue
+                    selector.unregister(connection)
+                    waiting.remove(connection)
+                    hello = _admit(connection, token, host_ranks)
+                    if hello is None:
+                        connection.close()
+                    else:
+                        connection.settimeout(max(0.001, deadline - time.monotonic()))
+                        yield connection, hello
+        finally:
+            for connection in waiting:
+                connection.close()
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Returns the process and the user at the other end, by the kernel's word."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    connection.settimeout(min(5.0, max(0.001, deadline - time.monotonic())))
+    return pid, uid
+
+
+def _admit(connection: socket.socket, token: bytes, host_ranks: int) -> _Hello | None:
+    """Reads what a process of this user says, which is one message and is there; returns None for a stranger."""
+    connection.setblocking(False)
     try:
         message, fds = _receive(connection, _HELLO.size, 1)
     except OSError:
         return None
-    belongs = uid == os.getuid() and len(message) == _HELLO.size and len(fds) == 1
+    belongs = len(message) == _HELLO.size and len(fds) == 1
     if belongs:
         sent, rank, quota, cpus = _HELLO.unpack(message)
         belongs = hmac.compare_digest(sent, token) and 0 < rank < host_ranks and quota >= 0 and any(cpus)
@@ -125,7 +200,7 @@ def _admit(
         for fd in fds:
             os.close(fd)
         return None
-    return rank, quota, int.from_bytes(cpus, "little"), fds[0], pid
+    return _Hello(rank, quota, int.from_bytes(cpus, "little"), fds[0], _peer(connection)[0])
 
 
 def _follow(store: Store, host: str, host_rank: int, host_ranks: int, deadline: float) -> SharedMemory:
@@ -135,7 +210,9 @@ def _follow(store: Store, host: str, host_rank: int, host_ranks: int, deadline: 
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         own = os.pidfd_open(os.getpid())
         try:
-            connection.connect(bytes.fromhex(name))
+            _connect(connection, bytes.fromhex(name), deadline)
+            if _peer(connection)[1] != os.getuid():
+                raise ConnectionError("another user answered")
             socket.send_fds(
                 connection,
                 [_HELLO.pack(bytes.fromhex(token), host_rank, quota, cpus.to_bytes(_CPU_BYTES, "little"))],
@@ -160,6 +237,17 @@ def _follow(store: Store, host: str, host_rank: int, host_ranks: int, deadline: 
     os.close(pidfds[host_rank])
     pidfds[host_rank] = -1
     return SharedMemory(memory, tuple(pidfds), pids, cores)
+
+
+def _connect(connection: socket.socket, name: bytes, deadline: float) -> None:
+    """Connects; while the listener's queue is full, which strangers can fill, tries again until ``deadline``."""
+    while True:
+        try:
+            return connection.connect(name)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError("its queue stayed full") from None
+            time.sleep(0.002)
 
 
 def _read(connection: socket.socket, size_bytes: int) -> bytes:

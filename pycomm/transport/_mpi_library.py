@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,25 @@ from typing import Any
 from .. import env
 from ..errors import NativeUnavailableError
 
-__all__ = ["import_mpi", "is_cuda_aware"]
+__all__ = ["import_mpi", "is_cuda_aware", "leave_unfinalized"]
+
+_is_whole = True  # no rank of this MPI job has been lost
 
 
 @cache
 def import_mpi() -> Any:
     """Returns ``mpi4py.MPI``. Importing it initializes MPI, unless the program has done so.
 
+    Then MPI is finalized at the exit, unless a rank has been lost: MPI_Finalize would wait for it for ever.
     Raises NativeUnavailableError, with the command to type, if mpi4py or the MPI library is missing.
     """
     try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
+
+            if mpi4py.rc.finalize is None:  # the program does not ask for anything else
+                mpi4py.rc.finalize = False
+                atexit.register(_finalize)
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise NativeUnavailableError(
@@ -34,6 +45,18 @@ def import_mpi() -> Any:
             f"loader's path (module load ...), or: pip install 'pycomm[mpich]'"
         ) from error
     return MPI
+
+
+def leave_unfinalized() -> None:
+    """Says that a rank of this job has been lost."""
+    global _is_whole
+    _is_whole = False
+
+
+def _finalize() -> None:
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and _is_whole and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 @cache

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import CollectiveMismatchError, ConfigError, PycommError
+from ..errors import ConfigError, PycommError
+from . import _wording as wording
 from .base import Request
 
 if TYPE_CHECKING:
@@ -22,11 +23,12 @@ _TAGS_OF_OUR_OWN = 2  # the largest two: for exchange() and meet()
 class _Send(Request):
     """A message that MPI has been given."""
 
-    def __init__(self, transport: MpiTransport, request: Any, flat: torch.Tensor, doing: str) -> None:
+    def __init__(self, transport: MpiTransport, request: Any, flat: torch.Tensor, peer: int) -> None:
         self._transport = transport
         self._request = request
         self._flat = flat  # MPI reads it until the request is complete
-        self._doing = doing
+        self._peer = peer
+        self._doing = f"sending {flat.nbytes} bytes to rank {peer}"
         self._is_done = False
 
     def test(self) -> bool:
@@ -36,7 +38,7 @@ class _Send(Request):
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.test, timeout_s, self._doing, self)
+        self._transport.wait_until(self.test, timeout_s, self._doing, self, self._peer)
 
 
 class _Receive(Request):
@@ -64,7 +66,7 @@ class _Receive(Request):
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.test, timeout_s, self.doing, self)
+        self._transport.wait_until(self.test, timeout_s, self.doing, self, -1 if self.peer is None else self.peer)
 
 
 class MpiMessages:
@@ -134,7 +136,7 @@ class MpiMessages:
                 request = transport.open_communicator().Isend(transport.as_bytes(flat), peer, tag)
         except transport.mpi.Exception as error:
             raise transport.error_of(error, doing) from error
-        return _Send(transport, request, flat, doing)
+        return _Send(transport, request, flat, peer)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> _Receive:
         self._transport.open_communicator()
@@ -163,11 +165,8 @@ class MpiMessages:
         """Sees to it that a message of another size fails the receive, and goes to a buffer that nobody reads."""
         receive.source = source
         if nbytes != receive.flat.nbytes:
-            receive.error = CollectiveMismatchError(
-                f"message from rank {source} to rank {self._transport.rank} with tag {receive.tag} has another size: "
-                f"expected {receive.flat.nbytes} bytes, got {nbytes}; make both ranks pass tensors of the same size "
-                f"and dtype"
-            )
+            place = self._transport.place("recv")
+            receive.error = wording.wrong_size(place, source, receive.tag, receive.flat.nbytes, nbytes)
             receive.flat = torch.empty(nbytes, dtype=torch.uint8)
 
     def _check_tag(self, tag: int) -> None:

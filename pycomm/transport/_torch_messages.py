@@ -14,6 +14,7 @@ every later receive with that tag, as nobody knows which messages those from any
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PycommError
+from ..errors import ConfigError, PycommError
+from . import _wording as wording
+from ._watch import SLICE_S
 from .base import Request
 
 if TYPE_CHECKING:
@@ -37,8 +40,40 @@ _TAG_BITS = 15
 _DATA_TAGS = 1 << 30  # those of frames are below; gloo has 2^31
 
 
+class _Helpers:
+    """Threads that wait inside torch, so that nobody else has to: such a wait can be neither polled nor interrupted,
+    and to end it early ends gloo's connections. A thread that is done takes the next wait.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Runs ``job`` in a thread that is free, or a new one."""
+        with self._lock:
+            is_one_idle = self._idle > 0
+            self._idle -= is_one_idle
+        if not is_one_idle:
+            threading.Thread(target=self._work, name="pycomm-message", daemon=True).start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+            with self._lock:
+                if self._idle >= _MOST_IDLE:
+                    return
+                self._idle += 1
+
+
+_MOST_IDLE = 8
+_helpers = _Helpers()
+
+
 class _Posted(Request):
-    """A message whose parts torch has; ``finish(left_s)`` waits for them, in the thread of whoever asks first."""
+    """A message whose parts torch has; ``finish(left_s)`` waits for them, in a helper's thread."""
 
     def __init__(
         self, doing: str, peer: int, transport: TorchTransport, finish: Callable[[_Posted, float], None]
@@ -48,43 +83,50 @@ class _Posted(Request):
         self._peer = peer
         self._transport = transport
         self._finish = finish
-        self._lock = threading.Lock()
+        self._ended = threading.Lock()  # held until the message is complete
+        self._ended.acquire()
+        self._is_started = False
         self._is_done = False
         self._error: PycommError | None = None
-        self._helper: threading.Thread | None = None
 
     def test(self) -> bool:
-        # torch's handles of messages cannot be polled (is_completed is False until wait has returned): a helper waits.
-        if not self._is_done and self._helper is None:
-            limit_s = self._transport.timeout_s
-            self._helper = threading.Thread(target=self._complete, args=(limit_s,), name="pycomm-message", daemon=True)
-            self._helper.start()
+        self._start()
         return self._is_done and self._raise_or_true()
 
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
-        if self._helper is None:
-            self._complete(limit_s)
-        else:
-            self._helper.join(min(limit_s, threading.TIMEOUT_MAX))
-            if not self._is_done:
-                raise CollectiveTimeoutError(
-                    f"{self._doing} did not finish within {limit_s:.3g} s; see whether that rank makes the same calls, "
-                    f"or raise the timeout"
-                )
+        deadline = time.monotonic() + limit_s
+        self._start()
+        is_long = False
+        while not self._has_ended(min(SLICE_S, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                raise wording.timed_out(self._transport.place(self._doing), limit_s, is_broken=False)
+            if not is_long:
+                is_long = True
+                self._transport.watch.start_wait()
+            self._transport.check(self._doing, self._peer)
         self._raise_or_true()
 
-    def _complete(self, limit_s: float) -> None:
-        with self._lock:
-            if self._is_done:
-                return
-            try:
-                self._finish(self, limit_s)
-            except PycommError as error:
-                self._error = error
-            except RuntimeError as error:
-                self._error = self._transport.error_of(error, self._doing, limit_s, self._peer)
-            self._is_done = True
+    def _start(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            _helpers.run(self._complete)
+
+    def _has_ended(self, left_s: float) -> bool:
+        if not self._is_done and self._ended.acquire(timeout=max(left_s, 0.0)):
+            self._ended.release()  # for the next who waits
+        return self._is_done
+
+    def _complete(self) -> None:
+        limit_s = self._transport.timeout_s
+        try:
+            self._finish(self, limit_s)
+        except PycommError as error:
+            self._error = error
+        except RuntimeError as error:
+            self._error = self._transport.error_of(error, self._doing, limit_s, self._peer)
+        self._is_done = True
+        self._ended.release()
 
     def _raise_or_true(self) -> bool:
         if self._error is not None:
@@ -223,7 +265,8 @@ class FramedMessages(_Messages):
             nbytes, index = frame[:_HEADER_BYTES].view(torch.int64).tolist()
             if nbytes != data.numel():
                 self._refuse(nbytes, request.source, tag, index, (follows, data))
-                raise _wrong_size(self._transport.rank, request.source, tag, data.numel(), nbytes)
+                place = self._transport.place("recv")
+                raise wording.wrong_size(place, request.source, tag, data.numel(), nbytes)
             if nbytes <= _INLINE_BYTES:
                 data.copy_(frame[_HEADER_BYTES : _HEADER_BYTES + nbytes])
                 return
@@ -274,7 +317,8 @@ class _SelfReceive(Request):
         if sent.nbytes == self._flat.nbytes:
             self._flat.view(torch.uint8).copy_(sent.view(torch.uint8))
         else:
-            self._error = _wrong_size(self.source, self.source, self.tag, self._flat.nbytes, sent.nbytes)
+            place = self._transport.place("recv")
+            self._error = wording.wrong_size(place, self.source, self.tag, self._flat.nbytes, sent.nbytes)
         self._is_done = True
 
     def test(self) -> bool:
@@ -287,10 +331,8 @@ class _SelfReceive(Request):
         deadline = time.monotonic() + limit_s
         while not self.test():
             if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"rank {self.source} waited {limit_s:.3g} s for a message to itself with tag {self.tag}, and sent "
-                    f"none; start the send before waiting"
-                )
+                doing = f"receiving a message from rank {self.source}, this rank itself, with tag {self.tag}"
+                raise wording.timed_out(self._transport.place(doing), limit_s, is_broken=False)
             time.sleep(1e-4)
 
 
@@ -314,10 +356,3 @@ def _check_tag(tag: int) -> None:
 
 def _name(peer: int | None) -> str:
     return "any rank" if peer is None else f"rank {peer}"
-
-
-def _wrong_size(rank: int, source: int, tag: int, expected: int, got: int) -> CollectiveMismatchError:
-    return CollectiveMismatchError(
-        f"message from rank {source} to rank {rank} with tag {tag} has another size: expected {expected} bytes, "
-        f"got {got}; make both ranks pass tensors of the same size and dtype"
-    )

@@ -16,15 +16,21 @@ conjugate or negation bits, on a device in ``devices``. The layer above (``colle
   does not cancel what already left: after it, the contents of the call's output are undefined and the group should be
   closed.
 - **Failure.** No call blocks for ever after a failure: a dead peer raises ``PeerLostError`` on every rank that waits
-  for it.
+  for it. A group that broke stays broken: later calls raise what broke it.
+- **Agreement.** Ranks may disagree about what they call. Either the transport's own collectives compare it
+  (``compares_calls``), or the layer above does, by ``exchange``, before it calls them.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from ._wording import Place
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
     from ..types import ReduceOp
 
 __all__ = ["Request", "Transport"]
+
+_EXCHANGE_TAG = 32766  # above those of users and of plans
 
 
 class Request(ABC):
@@ -58,15 +66,66 @@ class Transport(ABC):
     tensor) and answer True if that was an ordinary tensor and the collective is done, False if nothing has happened
     yet and the ordinary path must serve (it also words the error). They are what a call of a few hundred nanoseconds
     is made of.
+
+    ``segment_bytes`` is about what one message of a plan should carry: large enough that its start costs little beside
+    it, small enough that the next is on its way while this one is added. Equal on all ranks.
     """
 
     name: ClassVar[str]
+    segment_bytes: int = 1 << 20
     native: frozenset[str] = frozenset()
     devices: frozenset[str] = frozenset({"cpu"})
     fast: Mapping[str, Callable[..., bool]] = MappingProxyType({})
+    compares_calls: bool = False
+    calls: int = 0  # collectives that the ranks have agreed on by ``exchange``
+    group_name: str = "?"  # as errors call the group
+    pid: int  # of the process that is this rank; a forked child is none
     rank: int
     world_size: int
     timeout_s: float
+
+    def __new__(cls, *_arguments: object, **_named: object) -> Self:
+        transport = super().__new__(cls)
+        transport.pid = os.getpid()
+        return transport
+
+    def place(self, doing: str) -> Place:
+        """Returns where an error of the call under way happens."""
+        return Place(doing, self.calls, self.group_name, self.rank, self.world_size)
+
+    # -- agreement and failure ----------------------------------------------------------------------------------------
+
+    def can_agree(self, device_type: str) -> bool:
+        """Whether the ranks can compare what they call on tensors of this kind of device, by ``exchange``."""
+        return device_type == "cpu" and "cpu" in self.devices
+
+    def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+        """Returns every rank's ``frame (nbytes,)``, bytes in host memory, as ``(world_size, nbytes)``.
+
+        All ranks pass equally many bytes, also where they disagree about everything else. ``verb`` words the errors.
+        The next exchange may overwrite the result.
+        Here: by messages.
+        """
+        import torch
+
+        frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
+        frames[self.rank] = frame
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        requests = [self.irecv(frames[peer], peer, _EXCHANGE_TAG) for peer in peers]
+        requests += [self.isend(frame, peer, _EXCHANGE_TAG) for peer in peers]
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        for request in requests:
+            request.wait(max(deadline - time.monotonic(), 1e-3))
+        return frames
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a failure has ended this group for good, as far as this rank knows."""
+        return False
+
+    def abandon(self) -> None:
+        """This rank leaves a call in the middle (Ctrl-C): the group is broken, here and for those that wait for it."""
+        return None
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
         """Whether ``verb`` is carried whole for this element type and operator."""

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from . import _wording as wording
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -96,11 +97,8 @@ class _Receive(Request):
         if data.nbytes == self.flat.nbytes:
             _as_bytes(self.flat).copy_(_as_bytes(data))
         else:
-            self.error = CollectiveMismatchError(
-                f"message from rank {source} to rank {self.transport.rank} with tag {self.tag} has another size: "
-                f"expected {self.flat.nbytes} bytes, got {data.nbytes}; "
-                f"make both ranks pass tensors of the same size and dtype"
-            )
+            place = self.transport.place("recv")
+            self.error = wording.wrong_size(place, source, self.tag, self.flat.nbytes, data.nbytes)
         self.is_done = True
 
     def fail_if_lost(self) -> None:
@@ -189,6 +187,14 @@ class LocalTransport(Transport):
         child = LocalTransport(hub, list(ranks).index(self.rank), self.timeout_s)
         self._children.append(child)
         return child
+
+    def abandon(self) -> None:
+        self.fail("it was interrupted in the middle of a call")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank is gone."""
+        return bool(self.hub.lost)
 
     def fail(self, reason: str) -> None:
         """Declares this rank dead, here and in every group split off from here, as the end of its process would."""

@@ -28,10 +28,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
-from ._mpi_library import import_mpi, is_cuda_aware
+from . import _wording as wording
+from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
+from ._watch import SLICE_S, Watch
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -86,9 +88,10 @@ class MpiTransport(Transport):
 
     name: ClassVar[str] = "mpi"
     native = _MOVES | _REDUCTIONS
+    segment_bytes = 2 << 20  # every message is probed for; docs/tuning.md has figures
 
-    def __init__(self, communicator: Any, timeout_s: float) -> None:
-        """Takes ``communicator``, which mpi4py has made for it, and frees it in ``close``."""
+    def __init__(self, communicator: Any, timeout_s: float, watch: Watch) -> None:
+        """Takes ``communicator``, which mpi4py has made for it, and frees it in ``close``. ``watch`` sees its ranks."""
         self.mpi = import_mpi()
         self.communicator = communicator
         self.rank = int(communicator.Get_rank())
@@ -97,14 +100,37 @@ class MpiTransport(Transport):
         self.devices = frozenset({"cpu", "cuda"}) if is_cuda_aware() else frozenset({"cpu"})
         self.lock = _lock_for(self.mpi)
         self.largest_tag = int(self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB))  # Open MPI knows it there alone
+        self.watch = watch
         self._messages = MpiMessages(self)
-        self._abandoned: list[object] = []  # calls that timed out: MPI may still touch their memory
+        self._abandoned: list[object] = []  # calls that were not waited out: MPI may still touch their memory
+        self._exchanged: tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]] | None = None  # and what MPI takes for it
         self._types: dict[int, Any] = {}
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
         if verb not in _REDUCTIONS:
             return verb in _MOVES
         return (dtype in _FLOATS and op in _FLOAT_OPS) or (dtype in _INTS and op in _INT_OPS)
+
+    # -- agreement and failure ------------------------------------------------------------------------------------
+
+    def can_agree(self, device_type: str) -> bool:
+        return True  # frames are in host memory, whatever the call is about
+
+    def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+        if self._exchanged is None or self._exchanged[0] is not frame:  # every call's frame is the same memory
+            frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
+            self._exchanged = frame, frames, (self.as_bytes(frame), self.as_bytes(frames, self.world_size))
+        _, frames, buffers = self._exchanged
+        self._run(verb, timeout_s, "Iallgather", buffers, frame, frames)
+        return frames
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank has died, left or run out of time in this group, as far as this one knows."""
+        return self.watch.failure is not None
+
+    def abandon(self) -> None:
+        self.watch.announce("interrupted", self.rank)
 
     # -- point to point -------------------------------------------------------------------------------------------
 
@@ -199,18 +225,28 @@ class MpiTransport(Transport):
         if ranks is None or self.rank not in ranks:
             return None
         comm = self.open_communicator()
+        rank = list(ranks).index(self.rank)
+        watch = self.watch.split(ranks, rank, f"split{key}/{list(ranks)}")
         # MPI has no way to make a communicator without blocking. Once all members are here it does not block for long.
-        self._messages.meet(ranks)
+        # It is the new group's watch that looks: this group may be broken, and the new one be made of those who live.
+        broken, self.watch = self.watch, watch
+        try:
+            self._messages.meet(ranks)
+        finally:
+            self.watch = broken
         try:
             members = comm.Get_group().Incl(list(ranks))
             child = comm.Create_group(members, key % (self.largest_tag + 1))
         except self.mpi.Exception as error:
             raise self.error_of(error, f"making a communicator of ranks {list(ranks)}") from error
-        return MpiTransport(child, self.timeout_s)
+        return MpiTransport(child, self.timeout_s, watch)
 
     def close(self) -> None:
         communicator, self.communicator = self.communicator, None
-        if communicator is None or self._abandoned or self.mpi.Is_finalized():
+        if communicator is None:
+            return
+        self.watch.close(self.calls)
+        if self._abandoned or self.is_broken or self.mpi.Is_finalized():
             return
         # Collective by the letter of MPI, which adds that it "is anticipated" to be local; MPICH and Open MPI do it so.
         with contextlib.suppress(self.mpi.Exception):
@@ -221,7 +257,7 @@ class MpiTransport(Transport):
     def open_communicator(self) -> Any:
         """Returns mpi4py's communicator. Raises TransportError after ``close``."""
         if self.communicator is None:
-            raise TransportError(f"rank {self.rank} used a group that it had closed; make a new group")
+            raise wording.used_closed(self.place("a call"))
         return self.communicator
 
     def as_bytes(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
@@ -244,44 +280,70 @@ class MpiTransport(Transport):
         except self.mpi.Exception as error:
             raise self.error_of(error, doing) from error
 
-    def wait_until(self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, *alive: object) -> None:
-        """Polls ``is_done`` and the receives that are due; see [Note: waiting for MPI]. ``alive`` is memory in use."""
+    def wait_until(
+        self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, alive: object, peer: int | None = None
+    ) -> None:
+        """Polls ``is_done`` and the receives that are due; see [Note: waiting for MPI]. ``alive`` is memory in use.
+
+        ``peer`` is whom a message goes to or comes from, -1 for anyone; None for a collective.
+        """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            self._poll_until(is_done, limit_s, doing, peer)
+        except BaseException:  # also Ctrl-C: MPI goes on with the call, and must find its memory
+            self._abandoned.append((is_done, alive))
+            raise
+
+    def _poll_until(self, is_done: Callable[[], bool], limit_s: float, doing: str, peer: int | None) -> None:
         start = time.monotonic()
+        next_look_s = SLICE_S
         while not is_done():
             self.progress()
             waited_s = time.monotonic() - start
+            if waited_s > next_look_s:
+                if next_look_s == SLICE_S:
+                    self.watch.start_wait()
+                next_look_s = waited_s + SLICE_S
+                self._check(doing, -1 if peer is None else peer)
             if waited_s > limit_s:
-                self._abandoned.append((is_done, alive))
-                raise CollectiveTimeoutError(
-                    f"{doing} did not finish within {limit_s:.3g} s; see whether every rank makes the same calls, or "
-                    f"raise the timeout; then make a new group, this one is broken"
-                )
+                if peer is None:
+                    self.watch.announce("timeout", self.rank)
+                raise wording.timed_out(self.place(doing), limit_s, is_broken=peer is None)
             _idle(waited_s)
+
+    def _check(self, doing: str, peer: int) -> None:
+        """Looks around once in a long wait: raises what broke the group, if anything has."""
+        failure = self.watch.look(self.calls, peer)
+        if failure is None:
+            return
+        if failure.kind == "lost":
+            leave_unfinalized()
+        raise wording.failed(self.place(doing), failure)
 
     def error_of(self, error: Any, doing: str) -> TransportError:
         """Returns the pycomm error for an mpi4py exception raised while ``doing`` something."""
         text = " ".join(str(error).split())
+        place = self.place(doing)
         lost = [getattr(self.mpi, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_ABORTED", "ERR_REVOKED")]
-        if error.Get_error_class() in [code for code in lost if code is not None]:
-            return PeerLostError(
-                f"{doing} failed: a rank is gone; see that rank's own error first, then start the job again (MPI says: "
-                f"{text})"
-            )
-        return TransportError(f"{doing} failed in MPI: {text}; the group is broken, make a new one")
+        if self.is_broken or error.Get_error_class() in [code for code in lost if code is not None]:
+            leave_unfinalized()
+            return wording.failed(place, self.watch.explain(self.calls))
+        return TransportError(f"{place}: failed in MPI: {text}; the group is broken, make a new one")
 
     def _run(
         self, verb: str, timeout_s: float | None, method: str, arguments: tuple[Any, ...], *alive: torch.Tensor | None
     ) -> None:
         """Starts the nonblocking collective ``method`` of MPI and waits for it. ``alive`` is its memory."""
-        doing = f"{verb} among {self.world_size} ranks"
+        self.watch.raise_if_broken(self.place(verb))
         start = getattr(self.open_communicator(), method)
         try:
             with self.lock:
                 request = start(*arguments)
+                if request.Test():
+                    return
         except self.mpi.Exception as error:
-            raise self.error_of(error, doing) from error
-        self.wait_until(lambda: self.poll(request, doing), timeout_s, doing, request, alive)
+            raise self.error_of(error, verb) from error
+        self.wait_until(lambda: self.poll(request, verb), timeout_s, verb, (request, alive))
 
     def _typed(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
         _complete(flat)
@@ -367,4 +429,5 @@ def connect(spec: ConnectSpec) -> MpiTransport:
         )
     # Its own context, so that pycomm's messages never meet the program's. Blocks only until the others are here too,
     # and they are on their way: init has just exchanged their host ids.
-    return MpiTransport(world.Split(0, spec.rank), spec.timeout_s)
+    watch = Watch.connect(spec.store, spec.rank, spec.world_size)
+    return MpiTransport(world.Split(0, spec.rank), spec.timeout_s, watch)

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..ops import native
 from ..types import VERBS, ReduceOp, dtype_of_name
 from ._handoff import share_memory
+from ._wording import CALLS
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class ShmTransport(Transport):
 
     name = "shm"
     native = frozenset(VERBS)
+    compares_calls = True
 
     def __init__(
         self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float
@@ -62,7 +64,7 @@ class ShmTransport(Transport):
         self._timeout_s = timeout_s
         self._host = host
         self._host_ranks = tuple(host_ranks)
-        self._name = group_name
+        self._group_name = group_name
         members = hashlib.blake2b(repr(self._host_ranks).encode(), digest_size=8).digest()
         self._group = native().ShmGroup(
             fd=host.fd,
@@ -91,6 +93,30 @@ class ShmTransport(Transport):
     def timeout_s(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._group.set_timeout(timeout_s)
+
+    @property
+    def group_name(self) -> str:
+        """As errors call the group."""
+        return self._group_name
+
+    @group_name.setter
+    def group_name(self, name: str) -> None:
+        self._group_name = name
+        self._group.set_name(name)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank has died, left or run out of time in this group."""
+        return bool(self._group.is_broken)
+
+    def abandon(self) -> None:
+        self._group.abandon()
+
+    def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+        frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
+        call = CALLS.index(verb), 0, 0, 0, frame.numel()
+        self._group.agree(frames.data_ptr(), frame.data_ptr(), frame.numel(), *call, timeout_s or 0.0)
+        return frames
 
     @property
     def line_ns(self) -> float:
@@ -192,7 +218,7 @@ class ShmTransport(Transport):
         area = self._group.area_of_child(ranks[0], key)
         members = [self._host_ranks[r] for r in ranks]
         return ShmTransport(
-            self._host, members, list(ranks).index(self.rank), f"{self._name}/{key}", area, self.timeout_s
+            self._host, members, list(ranks).index(self.rank), f"{self._group_name}.{key}", area, self.timeout_s
         )
 
     def close(self) -> None:

@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed
 
-from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from ..errors import CollectiveTimeoutError, ConfigError, TransportError
 from ..topology import local_address
 from ..types import ReduceOp
+from . import _wording as wording
 from ._torch_messages import FramedMessages, PlainMessages
+from ._watch import SLICE_S, Watch
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -89,11 +92,13 @@ class TorchTransport(Transport):
     name: ClassVar[str] = "torch"
     native = _MOVES | _REDUCTIONS
 
-    def __init__(self, group: Any, store: Store | None, timeout_s: float, host: str | None = None) -> None:
+    def __init__(
+        self, group: Any, store: Store | None, timeout_s: float, host: str | None = None, watch: Watch | None = None
+    ) -> None:
         """Joins the members of ``group``, a ProcessGroup or a Backend of torch.
 
         ``store`` is where groups made by ``split`` meet. ``host`` is the address that gloo binds to, None for torch's
-        choice.
+        choice. ``watch`` sees the members' processes.
         """
         self.group = group
         self.rank = int(group.rank())
@@ -103,15 +108,37 @@ class TorchTransport(Transport):
         self.devices = frozenset(self.backends)
         self._store = store
         self._host = host
-        is_gloo = self.backends.get("cpu") == "gloo"
+        self.watch = Watch.nobody(self.rank) if watch is None else watch
+        self._is_gloo = self.backends.get("cpu") == "gloo"
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
-        self._messages: FramedMessages | PlainMessages = FramedMessages(self) if is_gloo else PlainMessages(self)
+        self._messages: FramedMessages | PlainMessages = FramedMessages(self) if self._is_gloo else PlainMessages(self)
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
         if verb not in _REDUCTIONS:
             return verb in _MOVES
         backends = self.backends.values()
         return all(op in _REDUCES.get(each, _REDUCES_ANYWHERE).get(dtype, frozenset()) for each in backends)
+
+    # -- agreement and failure ------------------------------------------------------------------------------------
+
+    def can_agree(self, device_type: str) -> bool:
+        return device_type == "cpu" and self._is_gloo  # NCCL's calls are queued: to compare them would wait for the GPU
+
+    def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+        # gloo's all-to-all sends to all at once; its all-gather goes round a ring, n - 1 messages one after the other.
+        shape = self.world_size, frame.numel()
+        frames = torch.empty(shape, dtype=torch.uint8)
+        sent = frame.expand(shape).contiguous()
+        self._run("all_to_all_single", timeout_s, frames, sent, [], [], c10d.AllToAllOptions(), doing=verb)
+        return frames
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank has died, left or run out of time in this group, as far as this one knows."""
+        return self.watch.failure is not None
+
+    def abandon(self) -> None:
+        self.watch.announce("interrupted", self.rank)
 
     # -- point to point -------------------------------------------------------------------------------------------
 
@@ -196,46 +223,79 @@ class TorchTransport(Transport):
                 f"in a group that torch.distributed made; pass the result of torch.distributed.new_group({list(ranks)})"
             )
         names = "-".join(str(rank) for rank in ranks)
-        store = dist.PrefixStore(f"split{key}/{names}", self._store)
-        return _make_gloo(store, list(ranks).index(self.rank), len(ranks), self.timeout_s, self._host)
+        name = f"split{key}/{names}"
+        rank = list(ranks).index(self.rank)
+        spec = _Meeting(dist.PrefixStore(name, self._store), rank, len(ranks), self.timeout_s, self._host)
+        return _make_gloo(spec, self.watch.split(ranks, rank, name))
 
     def close(self) -> None:
+        if self.group is not None:
+            self.watch.close(self.calls)
         self.group = None  # a gloo group of our own ends with its last reference
 
     # -- running --------------------------------------------------------------------------------------------------
 
     def open_group(self) -> Any:
-        """Returns torch's group. Raises TransportError after ``close``."""
+        """Returns torch's group. Raises TransportError after ``close``, and what broke the group if it is broken."""
         if self.group is None:
-            raise TransportError(f"rank {self.rank} used a group that it had closed; make a new group")
+            raise wording.used_closed(self.place("a call"))
+        self.watch.raise_if_broken(self.place("a call"))
         return self.group
 
-    def error_of(self, error: Exception, doing: str, timeout_s: float, peer: int = -1) -> TransportError:
+    def error_of(self, error: Exception, doing: str, limit_s: float, peer: int = -1) -> TransportError:
         """Returns the pycomm error for torch's, a RuntimeError whatever it was, while ``doing`` something."""
         text = str(error).partition("\n")[0]
-        if any(sign in text for sign in _TIMEOUT_SIGNS):
-            return CollectiveTimeoutError(
-                f"{doing} did not finish within {timeout_s:.3g} s; see whether every rank makes the same calls, or "
-                f"raise the timeout; then make a new group, this one is broken (torch says: {text})"
-            )
-        if any(sign in text for sign in _LOST_SIGNS):
-            who = f"rank {peer}" if peer >= 0 else "another rank"
-            return PeerLostError(
-                f"{doing} failed: the connection to {who} is gone; see that rank's own error first, then make a "
-                f"new group of the ranks that are left (torch says: {text})",
-                rank=peer,
-            )
-        return TransportError(f"{doing} failed in torch.distributed: {text}; the group is broken, make a new one")
+        place = self.place(doing)
+        if self.watch.failure is None and any(sign in text for sign in _TIMEOUT_SIGNS):
+            self.watch.announce("timeout", self.rank)
+            return wording.timed_out(place, limit_s)
+        if self.watch.failure is not None or any(sign in text for sign in _LOST_SIGNS):
+            return wording.failed(place, self.watch.explain(self.calls, peer))
+        return TransportError(f"{place}: failed in torch.distributed: {text}; the group is broken, make a new one")
 
-    def _run(self, verb: str, timeout_s: float | None, *arguments: Any) -> None:
-        """Runs one collective of torch's to its end. Its options are the last of the arguments."""
+    def check(self, doing: str, peer: int = -1) -> None:
+        """Looks around once in a long wait: raises what broke the group, if anything has."""
+        failure = self.watch.look(self.calls, peer)
+        if failure is not None:
+            raise wording.failed(self.place(doing), failure)
+
+    def _run(self, verb: str, timeout_s: float | None, *arguments: Any, doing: str | None = None) -> None:
+        """Runs one collective of torch's to its end. Its options are the last of the arguments.
+
+        ``doing`` is what it is for, if that is not ``verb`` itself.
+        """
         start = getattr(self.open_group(), _METHODS[verb])
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         arguments[-1].timeout = timeout_of(limit_s)
         try:
-            start(*arguments).wait()
+            work = start(*arguments)
+            if not self._is_gloo:
+                work.wait()
+                return
         except (RuntimeError, ValueError) as error:
-            raise self.error_of(error, f"{verb} among {self.world_size} ranks", limit_s) from error
+            raise self.error_of(error, doing or verb, limit_s) from error
+        self._await(work, doing or verb, limit_s)
+
+    def _await(self, work: Any, doing: str, limit_s: float) -> None:
+        """Waits for gloo in slices: between them Python handles signals, and this rank looks who lives."""
+        deadline = time.monotonic() + limit_s
+        is_long = False
+        while (left_s := deadline - time.monotonic()) > 0:
+            has_ended = work.is_completed()  # then this wait raises what went wrong, if anything did
+            try:
+                work.wait(timeout_of(min(left_s, SLICE_S)))
+                return
+            except RuntimeError as error:
+                if has_ended:
+                    raise self.error_of(error, doing, limit_s) from error
+            if work.is_completed():  # perhaps in the very moment that the slice was over
+                continue
+            if not is_long:
+                is_long = True
+                self.watch.start_wait()
+            self.check(doing)
+        self.watch.announce("timeout", self.rank)
+        raise wording.timed_out(self.place(doing), limit_s)
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
@@ -303,7 +363,8 @@ def connect(spec: ConnectSpec) -> TorchTransport:
     On one host it binds to loopback, else to the interface in GLOO_SOCKET_IFNAME, else to the address on the way to the
     store.
     """
-    return _make_gloo(spec.store, spec.rank, spec.world_size, spec.timeout_s, _gloo_host(spec))
+    meeting = _Meeting(spec.store, spec.rank, spec.world_size, spec.timeout_s, _gloo_host(spec))
+    return _make_gloo(meeting, Watch.connect(spec.store, spec.rank, spec.world_size))
 
 
 def _gloo_host(spec: ConnectSpec) -> str | None:
@@ -318,7 +379,18 @@ def _gloo_host(spec: ConnectSpec) -> str | None:
     return local_address(getattr(store, "host", "127.0.0.1"))
 
 
-def _make_gloo(store: Store, rank: int, world_size: int, timeout_s: float, host: str | None) -> TorchTransport:
+class _Meeting(NamedTuple):
+    """Where and how the ranks of a gloo group find one another."""
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout_s: float
+    host: str | None
+
+
+def _make_gloo(meeting: _Meeting, watch: Watch) -> TorchTransport:
+    store, rank, world_size, timeout_s, host = meeting
     if not dist.is_gloo_available():
         raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
     options = dist.ProcessGroupGloo._Options()
@@ -332,7 +404,7 @@ def _make_gloo(store: Store, rank: int, world_size: int, timeout_s: float, host:
             f"whether all of them reached this call and can reach {host or 'the interface in use'} of this host "
             f"(GLOO_SOCKET_IFNAME chooses another) (torch says: {str(error).splitlines()[0]})"
         ) from error
-    return TorchTransport(group, store, timeout_s, host)
+    return TorchTransport(group, store, timeout_s, host, watch)
 
 
 def _gloo_device(host: str | None) -> Any:

@@ -20,13 +20,14 @@ LAYERS = (
     {"checkpoint"},
     {"engines"},
     {"reducer"},
-    {"compression", "overlap", "monitor"},
+    {"overlap", "monitor"},
     {"pycomm"},
     {"collectives"},
+    {"compression"},
     {"algorithms"},
     {"transport"},
     {"ops"},
-    {"errors", "types", "config", "env", "registry", "topology", "_native"},
+    {"errors", "types", "config", "env", "registry", "sizes", "topology", "_native"},
 )
 HEIGHT = {unit: len(LAYERS) - row for row, units in enumerate(LAYERS) for unit in units}
 BASE = LAYERS[-1]
@@ -99,7 +100,8 @@ def test_base_imports_no_torch() -> None:
 
 
 def test_algorithms_are_plans_without_tensors() -> None:
-    files = [path for path in (PACKAGE / "algorithms").glob("*.py") if path.name not in ("executor.py", "__init__.py")]
+    runners = ("executor.py", "_agreement.py", "__init__.py")
+    files = [path for path in (PACKAGE / "algorithms").glob("*.py") if path.name not in runners]
     assert files
     for path in files:
         bad = [line for line, module in imports(path, runtime_only=True) if is_of(module, "torch", "numpy")]
@@ -157,3 +159,19 @@ def test_native_layers() -> None:
         if path.parts[0] == "bindings" and not path.name.startswith("torch_") and re.match(r"(torch|ATen|c10)/", name):
             bad.append(where)
     assert not bad, "\n".join(bad)
+
+
+def test_nothing_but_the_object_verbs_unpickles() -> None:
+    """A peer's bytes never become code on a control path; the object verbs say that they unpickle, and take loads=."""
+    unpicklers = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "multiprocessing"}
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in sources()
+        for _, module in imports(path)
+        if module.split(".")[0] in unpicklers
+    }
+    assert users == {"collectives/objects.py"}
+    lines = [line for path in sources() for line in path.read_text(encoding="utf-8").splitlines()]
+    assert not [
+        line for line in lines if re.search(r"\b(torch\.load\(|_object_list\(.*dist\b|allow_pickle=True)", line)
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import ALL_DTYPES
 
 import pycomm
 from harness import run_ranks, transport_params
@@ -120,6 +121,75 @@ def views(rank: int) -> None:
     assert torch.equal(rows.t(), board)
 
 
+def board(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A column of ``numel`` elements, and the canaries around and between them."""
+    canaries = torch.full((numel + 2, 3), -7.0)
+    return canaries, canaries[1:-1, 1]
+
+
+def holds(canaries: torch.Tensor, expected: torch.Tensor) -> bool:
+    want = torch.full_like(canaries, -7.0)
+    want[1:-1, 1] = expected
+    return torch.equal(canaries, want)
+
+
+def results_keep_to_their_views(rank: int) -> None:
+    """What lies between and around the elements of a view stays as it was, whatever is received into it."""
+    n = pycomm.world_size()
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for numel in (3, 400):  # in a frame, or beyond it
+        mine = torch.full((numel,), float(rank))
+        everybody = torch.arange(float(n)).repeat_interleave(numel)
+        canaries, view = board(n * numel)
+        pycomm.all_gather_single(view, mine)
+        assert holds(canaries, everybody)
+        canaries, view = board(numel)
+        pycomm.reduce_scatter_single(view, torch.ones(n * numel) * rank)
+        assert holds(canaries, mine * 0 + n * (n - 1) / 2)
+        canaries, view = board(numel)
+        view.fill_(rank)
+        pycomm.broadcast(view, n - 1)
+        assert holds(canaries, mine * 0 + n - 1)
+        canaries, view = board(numel)
+        view.fill_(rank)
+        pycomm.reduce(view, 0, ReduceOp.MAX)
+        assert holds(canaries, mine * 0 + (n - 1 if rank == 0 else rank))
+        canaries, view = board(n * numel)
+        pycomm.all_to_all_single(view, torch.full((n * numel,), float(rank)))
+        assert holds(canaries, everybody)
+        canaries, view = board(numel)
+        work = pycomm.isend(mine, right)
+        pycomm.recv(view, left)
+        work.wait()
+        assert holds(canaries, mine * 0 + left)
+        # Into a view whose memory has the other sign.
+        base = torch.full((numel,), complex(-7, 1))
+        negated = base.conj().imag
+        assert negated.is_neg()
+        pycomm.broadcast(negated.fill_(rank), 0)
+        assert (base.imag == 0).all() and (base.real == -7).all()
+
+
+def every_type_moves(rank: int) -> None:
+    """Bits of every type, NaNs of float8 too, by broadcast, gather and messages."""
+    n = pycomm.world_size()
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for dtype in ALL_DTYPES:
+        raw = torch.arange(256, dtype=torch.int64).remainder(2 if dtype is torch.bool else 256).to(torch.uint8)
+        sent = raw.roll(rank).view(dtype)
+        got = torch.zeros_like(sent)
+        work = pycomm.isend(sent, right)
+        pycomm.recv(got, left)
+        work.wait()
+        assert torch.equal(got.view(torch.uint8), raw.roll(left)), dtype
+        pycomm.broadcast(got, n - 1)
+        assert torch.equal(got.view(torch.uint8), raw.roll((n - 2) % n)), dtype
+        gathered = [torch.zeros_like(sent) for _ in range(n)] if rank == 0 else None
+        pycomm.gather(sent, gathered, dst=0)
+        for source, each in enumerate(gathered or []):
+            assert torch.equal(each.view(torch.uint8), raw.roll(source)), dtype
+
+
 def not_a_numbers(rank: int) -> None:
     n = pycomm.world_size()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2):
@@ -137,6 +207,8 @@ def all_arguments(rank: int) -> None:
     arrays(rank)
     views(rank)
     not_a_numbers(rank)
+    results_keep_to_their_views(rank)
+    every_type_moves(rank)
 
 
 @everywhere
@@ -161,7 +233,7 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("AVG is not defined", lambda: pycomm.all_reduce(t.bool(), ReduceOp.AVG)),
         ("AVG is not defined", lambda: pycomm.all_reduce_mean(t.int())),
         ("unknown algorithm 'ringg'; known: auto, native, direct", lambda: pycomm.all_reduce(t, algorithm="ringg")),
-        ("unknown compression 'int8'; known: none", lambda: pycomm.all_reduce(t, compression="int8")),
+        ("unknown compression 'int9'; known: auto, cast", lambda: pycomm.all_reduce(t, compression="int9")),
         ("more than 0 seconds", lambda: pycomm.all_reduce(t, timeout=0)),
         ("expected a torch tensor", lambda: pycomm.all_reduce([1.0, 2.0])),
         ("expected a torch tensor", lambda: pycomm.all_reduce(3.0)),

@@ -51,6 +51,16 @@ def check(found: list[dict[str, Any]], world_size: int, transports: list[str]) -
         assert report["sums"] == expected
 
 
+@needs_mpi
+@pytest.mark.mpi
+def test_mpi_between_hosts() -> None:
+    """mpirun's ranks, on two hosts as they believe: shared memory inside, MPI between."""
+    done = start([str(MPIRUN), "-n", "4", sys.executable, str(JOBS / "mixed_mpi.py")])
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    expected = [f"rank {rank}: mixed/shm/mpi {'-' if rank % 2 else 'mpi'}" for rank in range(4)]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == expected
+
+
 def test_plain_python_is_a_world_of_one() -> None:
     done = start([sys.executable, str(JOBS / "reduce.py"), "auto", "torch", "auto"])
     check(reports(done), 1, ["shm", "torch", "shm"])
@@ -125,6 +135,14 @@ def test_exit_code_is_that_of_the_rank_that_failed(how: str, exit_code: int, wor
     done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), how, "torch"])
     assert done.returncode == exit_code, done.stderr
     assert re.search(rf"pycomm run: rank 1 \(pid \d+\) .*{words}", done.stderr)
+
+
+def test_pycomm_run_restarts_the_ranks() -> None:
+    """Two attempts lose a rank by SIGKILL; the third reduces, at a store that knows nothing of them."""
+    command = [sys.executable, "-m", "pycomm", "run", "-n", "2", "--max-restarts=2", "--monitor-interval=0.05"]
+    done = start([*command, str(JOBS / "fail.py"), "twice", "torch"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attempt 2: right") == 2, done.stdout
 
 
 @needs_mpi

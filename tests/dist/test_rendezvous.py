@@ -80,6 +80,24 @@ def test_a_port_that_is_taken_is_named() -> None:
             open_store(launch, 5)
 
 
+def listeners(port: int) -> set[str]:
+    """The addresses, in the kernel's hex, at which this host listens on ``port``."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port}
+
+
+def test_the_store_listens_at_the_address_that_was_asked_for_and_no_other() -> None:
+    port = free_port()
+    launch = LaunchInfo(rank=0, world_size=2, launcher="env", master_addr="127.0.0.1", master_port=port)
+    with ThreadPoolExecutor() as pool:
+        client = pool.submit(dist.TCPStore, "127.0.0.1", port, 2, False, timedelta(seconds=20))
+        open_store(launch, 20)
+        assert listeners(port) == {"0100007F"}
+        client.result()
+
+
 def test_an_unreachable_host_is_a_timeout() -> None:
     launch = LaunchInfo(rank=1, world_size=2, launcher="env", master_addr="127.0.0.1", master_port=1)
     begin = time.monotonic()

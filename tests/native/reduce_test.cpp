@@ -1,4 +1,4 @@
-// reduce() and copy_streamed() under the sanitizers: buffers of exact size on the heap, so that a byte too many is seen.
+// reduce(), reduce_to_all() and the copies under the sanitizers: buffers of exact size on the heap, so that a byte too many is seen.
 // Prints what differs, and returns the number of differences.
 #include "kernels/reduce.h"
 
@@ -52,6 +52,28 @@ std::vector<unsigned char> run(const char* isa, const std::vector<Buffer>& input
   return {output.data(), output.data() + output.bytes};
 }
 
+// The same to `num_outputs` outputs, the first of them the first input's buffer; all must be equal.
+std::vector<unsigned char> run_to_all(const char* isa, const std::vector<Buffer>& inputs, std::size_t numel, DType dtype,
+                                      ReduceOp op, int num_outputs) {
+  const double factors[] = {0.5, -1.25, 3.0};
+  use_cpu_isa(isa);
+  std::vector<Buffer> outputs;
+  std::vector<void*> places;
+  for (int o = 0; o < num_outputs; ++o) {
+    outputs.emplace_back(numel * item_bytes(dtype), inputs[0].offset + o * item_bytes(dtype));
+    places.push_back(outputs.back().data());
+  }
+  std::vector<const void*> pointers;
+  for (const Buffer& input : inputs) pointers.push_back(input.data());
+  std::memcpy(places[0], pointers[0], outputs[0].bytes);
+  pointers[0] = places[0];
+  reduce_to_all(places.data(), num_outputs, pointers.data(), static_cast<int>(inputs.size()), numel, dtype, op, factors);
+  for (int o = 1; o < num_outputs; ++o) {
+    expect(std::memcmp(places[o], places[0], outputs[0].bytes) == 0, "outputs", o, static_cast<int>(op), numel);
+  }
+  return {outputs[0].data(), outputs[0].data() + outputs[0].bytes};
+}
+
 void test_reduce(DType dtype, ReduceOp op) {
   const int dtype_code = static_cast<int>(dtype), op_code = static_cast<int>(op);
   for (const std::size_t numel : {0, 1, 7, 67, 1031}) {
@@ -67,6 +89,9 @@ void test_reduce(DType dtype, ReduceOp op) {
         for (const bool stream : {false, true}) {
           expect(run(isa, inputs, numel, dtype, op, stream, false) == expected, "reduce", dtype_code, op_code, numel);
           expect(run(isa, inputs, numel, dtype, op, stream, true) == expected, "in place", dtype_code, op_code, numel);
+        }
+        for (const int outputs : {1, 2, 3}) {
+          expect(run_to_all(isa, inputs, numel, dtype, op, outputs) == expected, "to all", dtype_code, op_code, numel);
         }
       }
     }
@@ -94,6 +119,10 @@ void test_copy() {
         const Buffer destination(bytes, offset);
         copy_streamed(destination.data(), source.data(), bytes);
         expect(std::memcmp(destination.data(), source.data(), bytes) == 0, "copy", static_cast<int>(offset), 0, bytes);
+        const Buffer first(bytes, offset), second(bytes, offset / 2);
+        copy_to_both(first.data(), second.data(), source.data(), bytes);
+        expect(std::memcmp(first.data(), source.data(), bytes) == 0, "copy to first", static_cast<int>(offset), 0, bytes);
+        expect(std::memcmp(second.data(), source.data(), bytes) == 0, "copy to second", static_cast<int>(offset), 0, bytes);
       }
     }
   }

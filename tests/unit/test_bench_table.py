@@ -11,11 +11,12 @@ from rich.console import Console
 
 from pycomm.cli.bench.job import Job, JobFailedError
 from pycomm.cli.bench.measure import Figure, Load, measure, plan_load, ratio, take_round
-from pycomm.cli.bench.sizes import format_bytes, parse_bytes, sweep
+from pycomm.cli.bench.sizes import sweep
 from pycomm.cli.bench.table import Cell, best_of_variants, make_table, summary
 from pycomm.cli.bench.worker.cases import Case
 from pycomm.errors import ConfigError
 from pycomm.monitor.bandwidth import busbw_factor
+from pycomm.sizes import format_bytes, parse_bytes
 
 
 def make_case(buffers: str = "private", nbytes: int = 1024) -> Case:

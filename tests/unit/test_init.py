@@ -14,9 +14,12 @@ import torch.distributed as dist
 import pycomm
 from harness import run_ranks
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, TransportError
+from pycomm.algorithms.selection import load_table
+from pycomm.algorithms.tables import Table
 from pycomm.collectives.exchange import exchange_hosts
 from pycomm.transport.local import LocalWorld
 
+TABLE = load_table("")
 LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -87,30 +90,42 @@ def test_transport_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         pycomm.init()
 
 
-def test_ranks_that_differ_are_told() -> None:
+def errors_of_ranks_that_meet(*asking: tuple[str, Table]) -> list[CollectiveMismatchError]:
     store = dist.HashStore()
-    errors: list[Exception] = []
+    errors: list[CollectiveMismatchError] = []
 
-    def join(rank: int, transport: str) -> None:
+    def join(rank: int, transport: str, table: Table) -> None:
         try:
-            exchange_hosts(store, rank, 2, transport, 5.0)
-        except Exception as error:
+            exchange_hosts(store, rank, len(asking), transport, table, 5.0)
+        except CollectiveMismatchError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=join, args=each) for each in ((0, "shm"), (1, "torch"))]
+    threads = [threading.Thread(target=join, args=(rank, *each)) for rank, each in enumerate(asking)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
+    return errors
+
+
+def test_ranks_that_differ_are_told() -> None:
+    errors = errors_of_ranks_that_meet(("shm", TABLE), ("torch", TABLE))
     assert len(errors) == 2
     for error in errors:
-        assert isinstance(error, CollectiveMismatchError)
         assert "differ in transport: rank 0: 'shm', rank 1: 'torch'" in str(error)
+
+
+def test_ranks_with_different_tables_are_told() -> None:
+    other = load_table("all_reduce * * * 1MiB- direct")
+    errors = errors_of_ranks_that_meet(("shm", TABLE), ("shm", TABLE), ("shm", other))
+    assert len(errors) == 3
+    for error in errors:
+        assert "different tables of algorithms" in str(error) and "ranks [2] differ" in str(error)
 
 
 def test_the_missing_rank_is_named() -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] did not come within 0.05 s"):
-        exchange_hosts(dist.HashStore(), 0, 3, "auto", 0.05)
+        exchange_hosts(dist.HashStore(), 0, 3, "auto", TABLE, 0.05)
 
 
 def test_threads_have_groups_of_their_own() -> None:

@@ -1,119 +1,42 @@
-"""Plans as data: proven by running all ranks of a plan on symbols instead of numbers."""
+"""Plans as data: what a wrong one is refused for, and what all algorithms have in common."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections import defaultdict
 
 import pytest
 
-from pycomm.algorithms import direct
+from pycomm.algorithms import ALGORITHMS, find_algorithm
 from pycomm.algorithms.plan import Chunk, Copy, Plan, Recv, Reduce, Round, Send, Space
-from pycomm.errors import PlanError
+from pycomm.errors import ConfigError, PlanError
+from pycomm.topology import Topology
 from pycomm.types import VERBS
 
-WORLDS = (1, 2, 3, 4, 5, 8, 17, 64)
-ROOTED = ("reduce", "broadcast", "gather", "scatter")
-
-
-def run(verb: str, world_size: int, root: int) -> tuple[list[dict[Chunk, object]], list[int], int]:
-    """Runs every rank's plan in lockstep. A chunk's value says whose input it is, or which were reduced in which order.
-
-    Returns each rank's memory, the number of chunks it sent, and the number of rounds.
-    """
-    plans = [direct.plan(verb, rank, world_size, root) for rank in range(world_size)]
-    rounds = len(plans[0].rounds)
-    assert all(len(plan.rounds) == rounds for plan in plans)
-    memory: list[dict[Chunk, object]] = [
-        {Chunk(Space.INPUT, index): (rank, index) for index in range(plan.input_chunks)}
-        for rank, plan in enumerate(plans)
-    ]
-    sent = [0] * world_size
-    for number in range(rounds):
-        wires: dict[tuple[int, int], list[object]] = defaultdict(list)
-        for rank, plan in enumerate(plans):
-            for transfer in plan.rounds[number].transfers:
-                if isinstance(transfer, Send):
-                    wires[rank, transfer.peer].append(memory[rank][transfer.chunk])
-                    sent[rank] += 1
-        for rank, plan in enumerate(plans):
-            for transfer in plan.rounds[number].transfers:
-                if isinstance(transfer, Recv):
-                    memory[rank][transfer.chunk] = wires[transfer.peer, rank].pop(0)  # nothing there: IndexError
-        assert not any(wires.values()), "a message that nobody receives"
-        for rank, plan in enumerate(plans):
-            for action in plan.rounds[number].local:
-                if isinstance(action, Reduce):
-                    memory[rank][action.output] = tuple(memory[rank][chunk] for chunk in action.inputs)
-                else:
-                    memory[rank][action.output] = memory[rank][action.input]
-    return memory, sent, rounds
-
-
-def outputs(memory: dict[Chunk, object], plan: Plan) -> list[object]:
-    return [memory.get(Chunk(Space.OUTPUT, index)) for index in range(plan.output_chunks)]
-
-
-def expected(verb: str, rank: int, n: int, root: int) -> list[object]:
-    """What the output chunks of ``rank`` must hold: inputs by (rank, chunk), reductions in rank order."""
-    ranks = range(n)
-    match verb:
-        case "all_reduce":
-            return [tuple((r, chunk) for r in ranks) for chunk in ranks]
-        case "reduce":
-            return [tuple((r, 0) for r in ranks)] if rank == root else []
-        case "reduce_scatter_single":
-            return [tuple((r, rank) for r in ranks)]
-        case "broadcast":
-            return [(root, 0)] if rank != root else []
-        case "all_gather_single":
-            return [(r, 0) for r in ranks]
-        case "all_to_all_single":
-            return [(r, rank) for r in ranks]
-        case "gather":
-            return [(r, 0) for r in ranks] if rank == root else []
-        case "scatter":
-            return [(root, rank)]
-        case _:
-            return [None if r == rank else (r, 0) for r in ranks]  # barrier: heard from everybody
-
-
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("n", WORLDS)
-def test_direct_is_right(verb: str, n: int) -> None:
-    for root in {0, n // 2, n - 1} if verb in ROOTED else {0}:
-        memory, _, _ = run(verb, n, root)
-        for rank in range(n):
-            assert outputs(memory[rank], direct.plan(verb, rank, n, root)) == expected(verb, rank, n, root)
-
-
-@pytest.mark.parametrize("n", WORLDS)
-def test_direct_costs_what_it_says(n: int) -> None:
-    """Rounds, and chunks sent per rank; a chunk is S / (number of chunks) bytes, as the table of direct.py has it."""
-    for verb, rounds, of_root, of_others in (
-        ("all_reduce", 2, 2 * (n - 1), 2 * (n - 1)),  # chunks of S/n
-        ("reduce", 1, 0, 1),  # of S
-        ("reduce_scatter_single", 1, n - 1, n - 1),  # of S/n
-        ("broadcast", 1, n - 1, 0),  # of S
-        ("all_gather_single", 1, n - 1, n - 1),  # of S/n
-        ("all_to_all_single", 1, n - 1, n - 1),
-        ("gather", 1, 0, 1),  # of S/n
-        ("scatter", 1, n - 1, 0),  # of S/n
-        ("barrier", 1, n - 1, n - 1),  # of a byte
-    ):
-        _, sent, ran = run(verb, n, root=0)
-        assert (ran, sent[0], set(sent[1:])) == (rounds, of_root, {of_others} if n > 1 else set()), verb
+DIRECT = find_algorithm("direct")
 
 
 def test_plans_need_no_torch() -> None:
-    code = "import sys, pycomm.algorithms.direct as d; d.plan('all_reduce', 0, 4); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from pycomm.algorithms import ALGORITHMS, find_algorithm, cost, simulator; "
+        "from pycomm.topology import Topology; "
+        "[find_algorithm(name).plan('all_reduce', 0, Topology.of_sizes((2, 2))) for name in ALGORITHMS.names()]; "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_plan_is_pure_and_hashable() -> None:
-    plan = direct.plan("all_reduce", 1, 3)
-    assert plan == direct.plan("all_reduce", 1, 3) and hash(plan) == hash(direct.plan("all_reduce", 1, 3))
+def test_the_reference_has_every_verb() -> None:
+    assert DIRECT.verbs == VERBS
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.names())
+def test_a_plan_is_pure_and_hashable(name: str) -> None:
+    algorithm = find_algorithm(name)
+    plan = algorithm.plan("all_reduce", 1, Topology.of_sizes((2, 1)))
+    again = algorithm.build("all_reduce", 1, Topology.of_sizes((2, 1)), 0)
+    assert plan == again and hash(plan) == hash(again) and plan is not again
+    assert algorithm.plan("all_reduce", 1, Topology.of_sizes((2, 1))) is plan  # kept for the next call
 
 
 @pytest.mark.parametrize(
@@ -122,7 +45,41 @@ def test_a_plan_is_pure_and_hashable() -> None:
 )
 def test_what_has_no_plan(verb: str, rank: int, n: int, root: int) -> None:
     with pytest.raises(PlanError, match="direct"):
-        direct.plan(verb, rank, n, root)
+        DIRECT.plan(verb, rank, Topology.flat(n), root)
+
+
+def test_a_world_that_does_not_suit() -> None:
+    uneven = Topology.of_sizes((3, 1))
+    hierarchical = find_algorithm("hierarchical")
+    assert hierarchical.supports("all_reduce", uneven) and not hierarchical.supports("all_gather_single", uneven)
+    with pytest.raises(PlanError, match=r"hierarchical has no plan of all_gather_single for 4 ranks on hosts of 3, 1;"):
+        hierarchical.plan("all_gather_single", 0, uneven)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("rnig", r"unknown algorithm 'rnig'; known: direct, double_binary_tree,"),
+        ("", "unknown algorithm ''; known: direct"),
+        ("ring(", "unknown algorithm 'ring\\('"),
+        ("ring(tree)", "ring is not made of parts"),
+        ("hierarchical(ring)", "expected two parts"),
+        ("hierarchical(ring,rnig)", "unknown algorithm 'rnig'"),
+        ("hierarchical(tree,recursive_doubling)", "no collective that can be made of both"),
+    ],
+)
+def test_names_that_mean_nothing(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        find_algorithm(name)
+
+
+def test_names_with_parts() -> None:
+    composed = find_algorithm("hierarchical(tree, double_binary_tree)")
+    assert composed.name == "hierarchical(tree,double_binary_tree)"
+    assert composed.verbs == ("broadcast", "reduce")  # a tree cannot reduce-scatter inside a host
+    assert find_algorithm("hierarchical(direct,ring)").plan(
+        "all_reduce", 0, Topology.of_sizes((2, 2))
+    ) == find_algorithm("hierarchical").plan("all_reduce", 0, Topology.of_sizes((2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +88,10 @@ def test_what_has_no_plan(verb: str, rank: int, n: int, root: int) -> None:
         (Send(0, Chunk(Space.INPUT, 0)), "other than 0"),
         (Recv(2, Chunk(Space.OUTPUT, 0)), "peer in 0..1"),
         (Send(1, Chunk(Space.INPUT, 1)), "chunk below 1"),
+        (Send(1, Chunk(Space.OUTPUT, 1, 0, 2)), "chunk below 2"),
         (Copy(Chunk(Space.OUTPUT, 2), Chunk(Space.INPUT, 0)), "chunk below 2"),
-        (Reduce(Chunk(Space.OUTPUT, 0), (Chunk(Space.INPUT, 0),)), "one input a rank"),
+        (Copy(Chunk(Space.OUTPUT, 0, 0, 2), Chunk(Space.INPUT, 0)), "pieces of one span"),
+        (Reduce(Chunk(Space.OUTPUT, 0), (Chunk(Space.INPUT, 0),)), "two inputs or more"),
     ],
 )
 def test_a_wrong_plan_cannot_be_made(action: object, problem: str) -> None:
@@ -143,6 +102,25 @@ def test_a_wrong_plan_cannot_be_made(action: object, problem: str) -> None:
 
 
 def test_lanes() -> None:
-    assert direct.plan("all_reduce", 1, 4).lanes() == {1: 3}
-    assert direct.plan("reduce", 2, 4, root=2).lanes() == {0: 3}
-    assert direct.plan("broadcast", 0, 4).lanes() == {}
+    assert DIRECT.plan("all_reduce", 1, Topology.flat(4)).lanes() == {0: (1, 2), 1: (1, 2), 2: (1, 2)}
+    assert DIRECT.plan("reduce", 2, Topology.flat(4), root=2).lanes() == {0: (0, 1), 1: (0, 1), 2: (0, 1)}
+    assert DIRECT.plan("broadcast", 0, Topology.flat(4)).lanes() == {}
+    halves = find_algorithm("halving_doubling").plan("all_reduce", 3, Topology.flat(4))
+    assert halves.lanes() == {0: (2, 4), 1: (2, 4)}
+
+
+def test_topology() -> None:
+    topology = Topology.of_hosts(["b", "a", "b", "c"])
+    assert topology.hosts == ((0, 2), (1,), (3,)) and topology.racks == ((0, 1, 2),)
+    assert topology.world_size == 4 and topology.host_of(2) == 0 and topology.local_rank_of(2) == 1
+    racks = Topology.of_sizes((2, 3, 1), hosts_per_rack=2)
+    assert racks.hosts == ((0, 1), (2, 3, 4), (5,)) and racks.racks == ((0, 1), (2,)) and racks.rack_of(2) == 1
+    assert Topology.flat(3) == Topology.of_sizes((3,)) and hash(Topology.flat(3)) == hash(Topology.of_sizes((3,)))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "racks"), [((), ()), (((0, 2),), ()), (((0,), ()), ()), (((0, 1), (1,)), ()), (((0,), (1,)), ((0,),))]
+)
+def test_a_topology_that_cannot_be(hosts: tuple[tuple[int, ...], ...], racks: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ConfigError, match="topology: expected"):
+        Topology(hosts, racks)

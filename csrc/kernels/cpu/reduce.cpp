@@ -1,48 +1,11 @@
-// Picks the instruction set once, and hands the calls on.
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+// Hands the calls of reduce.h on to the instruction set in use.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "isa.h"
 
 namespace pycomm {
 namespace {
-
-#if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-#endif
-
-// The instruction set of this name if the machine has it; the best there is for null.
-const Isa* find_isa(const char* name) {
-  const auto wanted = [name](const Isa& isa) { return name == nullptr || std::strcmp(name, isa.name) == 0; };
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (wanted(kAvx512) && has_avx512()) return &kAvx512;
-  if (wanted(kAvx2) && has_avx2()) return &kAvx2;
-#endif
-  return wanted(kGeneric) ? &kGeneric : nullptr;
-}
-
-std::atomic<const Isa*> active_isa{find_isa(nullptr)};
-
-const Isa& active() { return *active_isa.load(std::memory_order_relaxed); }
-
-// Streamed stores are not ordered with later ones by themselves.
-void store_fence() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#else
-  std::atomic_thread_fence(std::memory_order_release);
-#endif
-}
 
 // Streams the output of a kernel that does not do so itself, by way of a block that stays in the L1 cache.
 void reduce_by_blocks(const Isa& isa, const ReduceKernel& kernel, ReduceJob job) {
@@ -57,6 +20,18 @@ void reduce_by_blocks(const Isa& isa, const ReduceKernel& kernel, ReduceJob job)
   }
 }
 
+// Writes to several outputs for a kernel that does not do so itself: to the first, then from there while it is in L1.
+void reduce_to_all_by_blocks(const ReduceKernel& kernel, ReduceJob job) {
+  constexpr std::size_t kBlock = 16 * 1024;  // half of L1
+  const std::size_t bytes = job.end;
+  for (; job.begin < bytes; job.begin = job.end) {
+    job.end = std::min(bytes, job.begin + kBlock);
+    job.output = job.outputs[0] + job.begin;
+    kernel.run(job);
+    for (int o = 1; o < job.num_outputs; ++o) std::memcpy(job.outputs[o] + job.begin, job.output, job.end - job.begin);
+  }
+}
+
 }  // namespace
 
 bool reduce_supported(DType dtype, ReduceOp op) {
@@ -66,10 +41,10 @@ bool reduce_supported(DType dtype, ReduceOp op) {
 
 void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t numel, DType dtype, ReduceOp op,
             const double* factors, bool stream_output) {
-  const Isa& isa = active();
+  const Isa& isa = active_isa();
   const ReduceKernel& kernel = isa.reduce[static_cast<int>(dtype)][static_cast<int>(op)];
-  const ReduceJob job{static_cast<char*>(output), reinterpret_cast<const char* const*>(inputs), 0,
-                      numel * item_bytes(dtype), factors, num_inputs};
+  const ReduceJob job{static_cast<char*>(output), nullptr, reinterpret_cast<const char* const*>(inputs), 0,
+                      numel * item_bytes(dtype), factors, num_inputs, 1};
   if (!stream_output) return kernel.run(job);
   if (kernel.run_streamed != nullptr) {
     kernel.run_streamed(job);
@@ -79,17 +54,22 @@ void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t
   store_fence();
 }
 
+void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inputs, int num_inputs, std::size_t numel,
+                   DType dtype, ReduceOp op, const double* factors) {
+  const ReduceKernel& kernel = active_isa().reduce[static_cast<int>(dtype)][static_cast<int>(op)];
+  const ReduceJob job{nullptr, reinterpret_cast<char* const*>(outputs), reinterpret_cast<const char* const*>(inputs), 0,
+                      numel * item_bytes(dtype), factors, num_inputs, num_outputs};
+  if (kernel.run_to_all != nullptr) return kernel.run_to_all(job);
+  reduce_to_all_by_blocks(kernel, job);
+}
+
 void copy_streamed(void* destination, const void* source, std::size_t bytes) {
-  active().copy_streamed(static_cast<char*>(destination), static_cast<const char*>(source), bytes);
+  active_isa().copy_streamed(static_cast<char*>(destination), static_cast<const char*>(source), bytes);
   store_fence();
 }
 
-const char* cpu_isa() { return active().name; }
-
-bool use_cpu_isa(const char* name) {
-  const Isa* isa = find_isa(name);
-  if (isa != nullptr) active_isa.store(isa, std::memory_order_relaxed);
-  return isa != nullptr;
+void copy_to_both(void* destination, void* other, const void* source, std::size_t bytes) {
+  active_isa().copy_to_both(static_cast<char*>(destination), static_cast<char*>(other), static_cast<const char*>(source), bytes);
 }
 
 }  // namespace pycomm

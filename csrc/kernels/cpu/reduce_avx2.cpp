@@ -14,9 +14,10 @@
 #define PYCOMM_VECTOR_BYTES 32
 #include "../common/cases.h"
 #include "lanes.h"
+#include "copy_body.h"
 #include "reduce_body.h"
 
 namespace pycomm {
-extern const Isa kAvx2 = avx2::make_isa("avx2");
+extern const Isa kAvx2 = avx2::make_isa("avx2", IsaLevel::kAvx2);
 }  // namespace pycomm
 #endif

@@ -14,9 +14,10 @@
 #define PYCOMM_VECTOR_BYTES 64
 #include "../common/cases.h"
 #include "lanes.h"
+#include "copy_body.h"
 #include "reduce_body.h"
 
 namespace pycomm {
-extern const Isa kAvx512 = avx512::make_isa("avx512");
+extern const Isa kAvx512 = avx512::make_isa("avx512", IsaLevel::kAvx512);
 }  // namespace pycomm
 #endif

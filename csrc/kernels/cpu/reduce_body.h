@@ -38,20 +38,40 @@ PYCOMM_HD auto read_input(const char* from, [[maybe_unused]] double factor) {
   }
 }
 
-template <class W, class Element, class Op, bool streamed, class Values>
-PYCOMM_HD void write_output(char* to, Values values, [[maybe_unused]] const DivisorOf<Element, Op>& divisor) {
+// Where and how the result is written.
+enum class Stores { kPlain, kStreamed, kToTwo, kToAll };
+
+// Reads the pointers once, before any store could change them as far as the compiler knows.
+template <Stores stores>
+struct Outputs {
+  explicit Outputs(const ReduceJob& job) : first(stores >= Stores::kToTwo ? job.outputs[0] : job.output - job.begin), job(job) {
+    if constexpr (stores == Stores::kToTwo) second = job.outputs[1];
+  }
+  char* first;
+  char* second = nullptr;
+  const ReduceJob& job;
+};
+
+template <class W, class Element, class Op, Stores stores, class Values>
+PYCOMM_HD void write_output(const Outputs<stores>& to, std::size_t offset, Values values,
+                            [[maybe_unused]] const DivisorOf<Element, Op>& divisor) {
   if constexpr (Op::kAverages) values = divide(values, divisor);
   const auto stored = encode_values<W, Element>(values);
-  if constexpr (streamed) {
-    store_streamed(to, stored);
+  if constexpr (stores == Stores::kStreamed && W::kLanes > 1) {
+    store_streamed(to.first + offset, stored);
   } else {
-    store(to, stored);
+    store(to.first + offset, stored);
+  }
+  if constexpr (stores == Stores::kToTwo) store(to.second + offset, stored);
+  if constexpr (stores == Stores::kToAll) {
+#pragma GCC unroll 1
+    for (int o = 1; o < to.job.num_outputs; ++o) store(to.job.outputs[o] + offset, stored);
   }
 }
 
 // Reduces the `group * W::kLanes` elements that start at the byte `offset` of the inputs.
-template <class W, class Element, class Op, int group, int inputs_known, bool streamed>
-PYCOMM_HD void reduce_group(const ReduceJob& job, const char* const* inputs, std::size_t offset,
+template <class W, class Element, class Op, int group, int inputs_known, Stores stores>
+PYCOMM_HD void reduce_group(const ReduceJob& job, const Outputs<stores>& outputs, const char* const* inputs, std::size_t offset,
                             const DivisorOf<Element, Op>& divisor) {
   constexpr std::size_t kStep = W::kLanes * sizeof(typename Element::Storage);
   const int num_inputs = inputs_known != 0 ? inputs_known : job.num_inputs;
@@ -68,93 +88,76 @@ PYCOMM_HD void reduce_group(const ReduceJob& job, const char* const* inputs, std
       total[k] = combine<Op>(total[k], read_input<W, Element, Op>(input + k * kStep, factor));
     }
   }
-  char* output = job.output + (offset - job.begin);
 #pragma GCC unroll 4
-  for (int k = 0; k < group; ++k) write_output<W, Element, Op, streamed>(output + k * kStep, total[k], divisor);
+  for (int k = 0; k < group; ++k) write_output<W, Element, Op>(outputs, offset + k * kStep, total[k], divisor);
 }
 
-template <class Element, class Op, int inputs_known, bool streamed>
+template <class Element, class Op, int inputs_known, Stores stores>
 PYCOMM_HD void reduce_all(const ReduceJob job, const char* const* inputs) {  // a copy: no store can change it
   constexpr int lanes = kLanes<Element>;
   using W = std::conditional_t<lanes == 1, Scalar, Wide<lanes>>;
   constexpr std::size_t kItem = sizeof(typename Element::Storage), kVector = lanes * kItem;
   constexpr std::size_t kGroupBytes = kGroup<Element> * kVector;
   const DivisorOf<Element, Op> divisor(job.num_inputs);
+  const Outputs<stores> outputs(job);
   const std::size_t end = job.end;
   std::size_t offset = job.begin;
-  if constexpr (streamed) {
-    while (offset < end && reinterpret_cast<std::uintptr_t>(job.output + (offset - job.begin)) % kVector != 0) {
-      reduce_group<Scalar, Element, Op, 1, inputs_known, false>(job, inputs, offset, divisor);
+  if constexpr (stores == Stores::kStreamed) {
+    while (offset < end && reinterpret_cast<std::uintptr_t>(outputs.first + offset) % kVector != 0) {
+      reduce_group<Scalar, Element, Op, 1, inputs_known>(job, outputs, inputs, offset, divisor);
       offset += kItem;
     }
   }
   for (; end - offset >= kGroupBytes; offset += kGroupBytes) {
-    reduce_group<W, Element, Op, kGroup<Element>, inputs_known, streamed>(job, inputs, offset, divisor);
+    reduce_group<W, Element, Op, kGroup<Element>, inputs_known>(job, outputs, inputs, offset, divisor);
   }
   if constexpr (lanes > 1) {
     for (; end - offset >= kVector; offset += kVector) {
-      reduce_group<W, Element, Op, 1, inputs_known, streamed>(job, inputs, offset, divisor);
+      reduce_group<W, Element, Op, 1, inputs_known>(job, outputs, inputs, offset, divisor);
     }
   }
   for (; offset < end; offset += kItem) {
-    reduce_group<Scalar, Element, Op, 1, inputs_known, false>(job, inputs, offset, divisor);
+    reduce_group<Scalar, Element, Op, 1, inputs_known>(job, outputs, inputs, offset, divisor);
   }
 }
 
 // The cases that training spends its time in get loops of their own: for two inputs, whose addresses then stay in
-// registers, and for non-temporal stores.
+// registers, for non-temporal stores, and for several outputs.
 template <class Element, class Op>
 inline constexpr bool kIsHot = (std::is_same_v<Element, Native<float>> || std::is_same_v<Element, BFloat16> ||
                                 std::is_same_v<Element, Small<Float16Format>>) &&
                                (std::is_same_v<Op, Sum> || std::is_same_v<Op, Average>);
 
-template <class Element, class Op, bool streamed>
+template <class Element, class Op, Stores stores>
 void run_reduce(const ReduceJob& job) {
   if constexpr (kIsHot<Element, Op>) {
     if (job.num_inputs == 2) {
       const char* const inputs[2] = {job.inputs[0], job.inputs[1]};
-      return reduce_all<Element, Op, 2, streamed>(job, inputs);
+      return reduce_all<Element, Op, 2, stores>(job, inputs);
     }
   }
-  reduce_all<Element, Op, 0, streamed>(job, job.inputs);
+  reduce_all<Element, Op, 0, stores>(job, job.inputs);
+}
+
+template <class Element, class Op>
+void run_reduce_to_all(const ReduceJob& job) {
+  if (job.num_outputs == 2) return run_reduce<Element, Op, Stores::kToTwo>(job);
+  run_reduce<Element, Op, Stores::kToAll>(job);
 }
 
 template <class Element, class Op>
 constexpr ReduceKernel make_kernel() {
   if constexpr (kIsHot<Element, Op>) {
-    return {run_reduce<Element, Op, false>, run_reduce<Element, Op, true>};
+    return {run_reduce<Element, Op, Stores::kPlain>, run_reduce<Element, Op, Stores::kStreamed>, run_reduce_to_all<Element, Op>};
   } else {
-    return {run_reduce<Element, Op, false>, nullptr};
+    return {run_reduce<Element, Op, Stores::kPlain>, nullptr, nullptr};
   }
-}
-
-// -- copy -------------------------------------------------------------------------------------------------------------
-
-inline void run_copy_streamed(char* destination, const char* source, std::size_t bytes) {
-  using V = VectorOf<char, PYCOMM_VECTOR_BYTES>::type;
-  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(destination) % sizeof(V);
-  if (misaligned != 0) {
-    const std::size_t head = std::min(bytes, sizeof(V) - misaligned);
-    std::memcpy(destination, source, head);
-    destination += head, source += head, bytes -= head;
-  }
-  for (; bytes >= 4 * sizeof(V); destination += 4 * sizeof(V), source += 4 * sizeof(V), bytes -= 4 * sizeof(V)) {
-    V block[4];
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) block[k] = load<V>(source + k * sizeof(V));
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) store_streamed(destination + k * sizeof(V), block[k]);
-  }
-  for (; bytes >= sizeof(V); destination += sizeof(V), source += sizeof(V), bytes -= sizeof(V)) {
-    store_streamed(destination, load<V>(source));
-  }
-  std::memcpy(destination, source, bytes);
 }
 
 // -- table ------------------------------------------------------------------------------------------------------------
 
-constexpr Isa make_isa(const char* name) {
-  Isa isa{name, {}, run_copy_streamed};
+constexpr Isa make_isa(const char* name, IsaLevel level) {
+  Isa isa{name, level, {}, run_copy_streamed, run_copy_to_both};
   for (int dtype = 0; dtype < kDTypes; ++dtype) {
     for (int op = 0; op < kReduceOps; ++op) {
       isa.reduce[dtype][op] =

@@ -14,8 +14,9 @@
 #define PYCOMM_VECTOR_BYTES 16
 #include "../common/cases.h"
 #include "lanes.h"
+#include "copy_body.h"
 #include "reduce_body.h"
 
 namespace pycomm {
-extern const Isa kGeneric = generic::make_isa("generic");
+extern const Isa kGeneric = generic::make_isa("generic", IsaLevel::kGeneric);
 }  // namespace pycomm

@@ -62,10 +62,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
     """Parses and checks the command line; no settings means that there is nothing to measure. Raises ConfigError."""
+    from ...sizes import parse_bytes
     from ...types import dtype_of_name
     from .peers import peer_names
     from .session import Settings
-    from .sizes import parse_bytes, sweep
+    from .sizes import sweep
     from .worker.cases import VERBS
 
     parser = _parser()

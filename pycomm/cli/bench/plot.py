@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...sizes import format_bytes
 from .measure import ratio
-from .sizes import format_bytes
 from .table import Cell
 
 __all__ = ["plot", "require_matplotlib"]

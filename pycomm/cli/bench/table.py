@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ...monitor.bandwidth import busbw_factor
+from ...sizes import format_bytes
 from .measure import Figure, ratio
-from .sizes import format_bytes
 from .worker.cases import Case
 
 __all__ = ["Cell", "Row", "best_of_variants", "make_table", "summary"]

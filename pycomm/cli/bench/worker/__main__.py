@@ -83,7 +83,6 @@ def main() -> None:
     options = parser.parse_args()
 
     channel = connect(options.connect)
-    channel.send({"pid": os.getpid()})
     try:
         priority = raise_priority()
         if options.pin:

@@ -1,0 +1,81 @@
+"""How close an all_reduce of private buffers is to what the memory allows.
+
+    pycomm run -n 2 benchmarks/limits.py [--max-bytes 64M]
+
+The least that any all_reduce in place must do to a rank's buffer is to read it once and to write it once. This takes
+both times in turns, on the same buffers and in the same rounds: of ``pycomm.all_reduce``, and of one pass in place
+(``tensor.neg_()``) by all ranks at once. As in ``pycomm bench``, buffers take turns, so that those of a megabyte and
+more come from memory and not from a cache. No library can be faster than the pass; a bar below its share of a peer's
+time is out of reach on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import pycomm
+
+SETS_BYTES = 128 << 20
+MAX_SETS = 16
+ROUNDS = 7
+ROUND_S = 0.02
+
+
+def time_us(call: Callable[[torch.Tensor], object], buffers: list[torch.Tensor], calls: int) -> float:
+    """Returns the median time of one call, in us, every call on the next buffer."""
+    times_ns = []
+    pycomm.barrier()
+    for index in range(calls):
+        start_ns = time.perf_counter_ns()
+        call(buffers[index % len(buffers)])
+        times_ns.append(time.perf_counter_ns() - start_ns)
+    return statistics.median(times_ns) / 1000
+
+
+def measure(nbytes: int) -> tuple[float, float]:
+    """Returns the medians over rounds of an all_reduce's and of one pass's time, in us, of the slowest rank."""
+    num_sets = max(2, min(MAX_SETS, SETS_BYTES // nbytes))
+    buffers = [torch.zeros(nbytes // 4) for _ in range(num_sets)]
+    first_us = torch.tensor(time_us(pycomm.all_reduce, buffers, num_sets))
+    pycomm.all_reduce(first_us, pycomm.ReduceOp.MAX)  # all ranks make as many calls
+    calls = max(num_sets, int(ROUND_S * 1e6 / float(first_us)))
+    rounds = torch.tensor(
+        [
+            (time_us(pycomm.all_reduce, buffers, calls), time_us(torch.Tensor.neg_, buffers, calls))
+            for _ in range(ROUNDS)
+        ]
+    )
+    pycomm.all_reduce(rounds, pycomm.ReduceOp.MAX)
+    reduce_us, pass_us = rounds.median(dim=0).values.tolist()
+    return reduce_us, pass_us
+
+
+def main() -> None:
+    """Measures and prints the table on rank 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--max-bytes", default="64M", help="largest buffer, such as 64M")
+    largest = int(parser.parse_args().max_bytes.upper().rstrip("IB").rstrip("M")) << 20
+    torch.set_num_threads(1)
+    pycomm.init()
+    table = Table(title=f"all_reduce of private buffers beside one pass over them, {pycomm.world_size()} ranks")
+    for column in ("bytes", "all_reduce us", "one pass in place us", "ratio"):
+        table.add_column(column, justify="right")
+    nbytes = 64 << 10
+    while nbytes <= largest:
+        reduce_us, pass_us = measure(nbytes)
+        table.add_row(f"{nbytes >> 10} KiB", f"{reduce_us:.1f}", f"{pass_us:.1f}", f"{reduce_us / pass_us:.2f}")
+        nbytes *= 4
+    if pycomm.rank() == 0:
+        Console().print(table)
+    pycomm.finalize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+// pycomm._native: quantize, dequantize and topk over addresses. pycomm/ops checks the tensors; here is checked what would
+// make the kernels read or write outside.
+#include "../kernels/quantize.h"
+#include "../kernels/topk.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "pool.h"
+
+#if defined(PYCOMM_WITH_CUDA)
+#include "../kernels/cuda/quantize.h"
+#include "../kernels/cuda/reduce.h"
+#endif
+
+namespace py = pybind11;
+
+namespace pycomm {
+
+ParallelFor parallel_for = nullptr;
+
+namespace {
+
+// Outputs of this many bytes will not be found in a cache anyway.
+constexpr std::size_t kStreamedBytes = std::size_t{4} << 20;
+
+void check(int format, std::size_t numel, std::size_t block_numel, std::size_t payload_bytes) {
+  if (format < 0 || format >= kPayloadFormats) throw py::value_error("quantize: no format " + std::to_string(format));
+  const auto known = static_cast<PayloadFormat>(format);
+  if (block_numel == 0 || block_numel % 32 != 0 || (is_mx(known) && block_numel != 32)) {
+    throw py::value_error("quantize: a block cannot have " + std::to_string(block_numel) + " elements");
+  }
+  const PayloadLayout layout(known, numel, block_numel);
+  if (payload_bytes != layout.bytes) {
+    throw py::value_error("quantize: expected a payload of " + std::to_string(layout.bytes) + " bytes, got " +
+                          std::to_string(payload_bytes));
+  }
+}
+
+QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_bytes, std::uintptr_t flat, std::size_t numel,
+                         int format, std::size_t block_numel, bool is_stochastic, std::uint64_t seed,
+                         std::uint64_t offset, std::uintptr_t residual) {
+  check(format, numel, block_numel, payload_bytes);
+  QuantizeJob job{};
+  job.payload = reinterpret_cast<unsigned char*>(payload);
+  job.flat = reinterpret_cast<const float*>(flat);
+  job.residual = reinterpret_cast<float*>(residual);
+  job.seed = seed, job.offset = offset;
+  job.format = static_cast<PayloadFormat>(format);
+  job.is_stochastic = is_stochastic;
+  job.is_streamed = 4 * numel >= kStreamedBytes;
+  job.numel = numel, job.block_numel = block_numel;
+  return job;
+}
+
+DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes,
+                             int format, std::size_t block_numel, float factor, bool is_added) {
+  check(format, numel, block_numel, payload_bytes);
+  DequantizeJob job{};
+  job.flat = reinterpret_cast<float*>(flat);
+  job.payload = reinterpret_cast<const unsigned char*>(payload);
+  job.factor = factor;
+  job.format = static_cast<PayloadFormat>(format);
+  job.is_added = is_added;
+  job.is_streamed = 4 * numel >= kStreamedBytes;
+  job.numel = numel, job.block_numel = block_numel;
+  return job;
+}
+
+// Runs `kernel` on parts of the job's blocks, in the caller's threads.
+template <class Job>
+void run_on_cpu(void (*kernel)(const Job&), const Job& job) {
+  py::gil_scoped_release release;
+  const std::size_t blocks = PayloadLayout(job.format, job.numel, job.block_numel).num_blocks;
+  run_in_pool(blocks, job.block_numel, [kernel, &job](std::size_t first, std::size_t last) {
+    Job part = job;
+    part.first_block = first, part.last_block = last;
+    kernel(part);
+  });
+}
+
+#if defined(PYCOMM_WITH_CUDA)
+template <class Job>
+void run_on_cuda(int (*kernel)(const Job&, void*), const Job& job, std::uintptr_t stream) {
+  const int error = kernel(job, reinterpret_cast<void*>(stream));
+  if (error != 0) throw std::runtime_error(std::string("quantize_cuda: CUDA says: ") + cuda_error_string(error));
+}
+#endif
+
+py::tuple topk_on_cpu(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat,
+                      std::size_t numel, std::uintptr_t residual, std::uintptr_t workspace,
+                      std::size_t workspace_bytes, std::int32_t guess, std::size_t accepted) {
+  if (k < 1 || k > numel || numel >= (std::size_t{1} << 31) || workspace_bytes < topk_workspace_bytes(numel, k)) {
+    throw py::value_error("topk: expected 1 <= k <= numel < 2**31 and a workspace of workspace_bytes(numel, k)");
+  }
+  TopkJob job{};
+  job.indices = reinterpret_cast<std::int32_t*>(indices);
+  job.values = reinterpret_cast<float*>(values);
+  job.flat = reinterpret_cast<const float*>(flat);
+  job.residual = reinterpret_cast<float*>(residual);
+  job.workspace = reinterpret_cast<void*>(workspace);
+  job.numel = numel, job.k = k, job.guess = guess, job.accepted = accepted;
+  TopkResult result;
+  {
+    py::gil_scoped_release release;
+    result = topk(job);
+  }
+  return py::make_tuple(result.threshold, result.selected, result.is_exact);
+}
+
+std::size_t scatter_add_on_cpu(std::uintptr_t flat, std::size_t numel, std::uintptr_t indices, std::uintptr_t values,
+                               std::size_t count, float factor) {
+  py::gil_scoped_release release;
+  const auto* const places = reinterpret_cast<const std::int32_t*>(indices);
+  const std::size_t bad = find_bad_index(places, count, numel);
+  if (bad == count) {
+    scatter_add(reinterpret_cast<float*>(flat), places, reinterpret_cast<const float*>(values), count, factor);
+  }
+  return bad;
+}
+
+}  // namespace
+
+void bind_codecs(py::module_& m) {
+  m.def(
+      "use_parallel_for", [](std::uintptr_t address) { parallel_for = reinterpret_cast<ParallelFor>(address); },
+      py::arg("address"), "Gives the kernels the threads of the caller: the address of torch_parallel_for, or 0.");
+  m.def(
+      "quantize",
+      [](std::uintptr_t payload, std::size_t payload_bytes, std::uintptr_t flat, std::size_t numel, int format,
+         std::size_t block_numel, bool is_stochastic, std::uint64_t seed, std::uint64_t offset, std::uintptr_t residual,
+         [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+        const QuantizeJob job = quantize_job(payload, payload_bytes, flat, numel, format, block_numel, is_stochastic,
+                                             seed, offset, residual);
+#if defined(PYCOMM_WITH_CUDA)
+        if (stream) return run_on_cuda(quantize_cuda, job, *stream);
+#endif
+        run_on_cpu(quantize, job);
+      },
+      py::arg("payload"), py::arg("payload_bytes"), py::arg("flat"), py::arg("numel"), py::arg("format"),
+      py::arg("block_numel"), py::arg("is_stochastic"), py::arg("seed"), py::arg("offset"), py::arg("residual"),
+      py::arg("stream"),
+      "Encodes float32; `residual` is 0 for none, `stream` None for the CPU. Raises ValueError, RuntimeError.");
+  m.def(
+      "dequantize",
+      [](std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes, int format,
+         std::size_t block_numel, float factor, bool is_added, [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+        const DequantizeJob job =
+            dequantize_job(flat, numel, payload, payload_bytes, format, block_numel, factor, is_added);
+#if defined(PYCOMM_WITH_CUDA)
+        if (stream) return run_on_cuda(dequantize_cuda, job, *stream);
+#endif
+        run_on_cpu(dequantize, job);
+      },
+      py::arg("flat"), py::arg("numel"), py::arg("payload"), py::arg("payload_bytes"), py::arg("format"),
+      py::arg("block_numel"), py::arg("factor"), py::arg("is_added"), py::arg("stream"),
+      "Decodes to float32, or adds to it; `stream` is None for the CPU. Raises ValueError, RuntimeError.");
+  m.def("topk_workspace_bytes", &topk_workspace_bytes, py::arg("numel"), py::arg("k"));
+  m.def("topk", &topk_on_cpu, py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"), py::arg("numel"),
+        py::arg("residual"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("guess"), py::arg("accepted"),
+        "Selects the k largest; returns (threshold's bits, selected, is_exact). Raises ValueError.");
+  m.def("scatter_add", &scatter_add_on_cpu, py::arg("flat"), py::arg("numel"), py::arg("indices"), py::arg("values"),
+        py::arg("count"), py::arg("factor"),
+        "Adds and returns `count`; or adds nothing and returns the position of the first index outside.");
+}
+
+}  // namespace pycomm

@@ -1,0 +1,136 @@
+// pycomm._native.Packer: lists of torch tensors <-> a bucket. Reads the tensors through DLPack's C ABI, because asking
+// each of them from Python for its address, shape and type takes longer than to copy a small one.
+#include "../kernels/pack.h"
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "dlpack_abi.h"
+#include "pool.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+constexpr std::size_t kStreamedBytes = std::size_t{4} << 20;  // written; more will not be found in a cache anyway
+constexpr std::size_t kLongBytes = 64 * 1024;                 // from here on the lock of Python is let go
+
+// Positions in the list; what is not a position.
+constexpr Py_ssize_t kDone = -1, kBadBucket = -2, kBadLength = -3;
+
+class Packer {
+ public:
+  Packer(py::object tensor, py::object parameter)
+      : tensor_(tensor),
+        parameter_(parameter),
+        is_neg_(tensor.attr("is_neg")),
+        api_(dlpack::exchange_api(reinterpret_cast<PyTypeObject*>(tensor.ptr()))) {
+    if (api_ == nullptr) throw std::runtime_error("pack: this torch has no C exchange API for DLPack; it needs 2.11");
+  }
+
+  // Moves all elements and returns kDone; or moves nothing and returns the position of a tensor that cannot be packed, or
+  // what else is wrong.
+  template <bool is_unpack>
+  Py_ssize_t run(py::handle bucket, py::handle tensors, float scale) const {
+    PackPart whole;
+    if (!read(bucket.ptr(), whole) || !whole.is_contiguous || whole.ndim != 1) return kBadBucket;
+    thread_local std::vector<PackPart> parts;  // keeps its memory from call to call
+    parts.clear();
+    const py::object list = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "a sequence of tensors"));
+    if (!list) throw py::error_already_set();
+    PyObject* const* const items = PySequence_Fast_ITEMS(list.ptr());
+    std::size_t numel = 0;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list.ptr()); ++i) {
+      PackPart part;
+      if (!read(items[i], part) || overlap(whole, part)) return i;
+      numel += part.numel;
+      if (part.numel != 0) parts.push_back(part);
+    }
+    if (numel != whole.numel) return kBadLength;
+    move<is_unpack>(whole, parts, scale);
+    return kDone;
+  }
+
+ private:
+  bool read(PyObject* object, PackPart& part) const {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (type != tensor_.ptr() && type != parameter_.ptr()) return false;  // subclasses may mean something else
+    dlpack::Tensor tensor;
+    if (api_->tensor_from_py_object(object, &tensor) != 0) {
+      PyErr_Clear();  // sparse, meta, quantized, ...
+      return false;
+    }
+    if (tensor.device_type != dlpack::kCPU || tensor.dtype.lanes != 1 || !type_of(tensor, part.type)) return false;
+    part.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+    part.ndim = tensor.ndim, part.shape = tensor.shape, part.strides = tensor.strides;
+    std::int64_t expected = 1;
+    part.is_contiguous = true;
+    for (int dim = tensor.ndim - 1; dim >= 0; --dim) {
+      const std::int64_t length = tensor.shape[dim];
+      if (tensor.strides != nullptr && length != 1 && tensor.strides[dim] != expected) part.is_contiguous = false;
+      expected *= length;
+    }
+    part.numel = static_cast<std::size_t>(expected);
+    if (part.numel == 0) part.is_contiguous = true;
+    return !is_negated(object, part);
+  }
+
+  static bool type_of(const dlpack::Tensor& tensor, PackType& type) {
+    const bool is_float = tensor.dtype.code == dlpack::kFloat;
+    if (is_float && tensor.dtype.bits == 32) return type = PackType::kFloat32, true;
+    if (is_float && tensor.dtype.bits == 16) return type = PackType::kFloat16, true;
+    if (tensor.dtype.code == dlpack::kBfloat && tensor.dtype.bits == 16) return type = PackType::kBFloat16, true;
+    return false;
+  }
+
+  // The imaginary part of a conjugate is a view with a negation bit, which DLPack does not tell. It has stride 2, or one
+  // element; only then torch has to be asked.
+  bool is_negated(PyObject* object, const PackPart& part) const {
+    if (part.is_contiguous && part.numel != 1) return false;
+    const py::object answer = py::reinterpret_steal<py::object>(PyObject_CallOneArg(is_neg_.ptr(), object));
+    if (!answer) throw py::error_already_set();
+    return answer.ptr() == Py_True;
+  }
+
+  // Whether a contiguous part lies in the bucket's memory.
+  static bool overlap(const PackPart& bucket, const PackPart& part) {
+    const auto bytes = [](const PackPart& p) { return p.numel * kPackItemBytes[static_cast<int>(p.type)]; };
+    return part.is_contiguous && part.numel != 0 && part.data < bucket.data + bytes(bucket) &&
+           bucket.data < part.data + bytes(part);
+  }
+
+  template <bool is_unpack>
+  static void move(const PackPart& bucket, const std::vector<PackPart>& parts, float scale) {
+    PackJob job{};
+    job.parts = parts.data(), job.num_parts = parts.size();
+    job.bucket = bucket.data, job.type = bucket.type, job.scale = scale;
+    const std::size_t bytes = bucket.numel * kPackItemBytes[static_cast<int>(bucket.type)];
+    job.is_streamed = bytes >= kStreamedBytes;
+    const auto body = [&job](std::size_t begin, std::size_t end) {
+      PackJob range = job;
+      range.begin = begin, range.end = end;
+      is_unpack ? unpack(range) : pack(range);
+    };
+    if (bytes < kLongBytes) return body(0, bucket.numel);
+    py::gil_scoped_release release;
+    run_in_pool(bucket.numel, 1, body);
+  }
+
+  py::object tensor_, parameter_, is_neg_;
+  const dlpack::ExchangeApi* api_;
+};
+
+}  // namespace
+
+void bind_pack(py::module_& m) {
+  py::class_<Packer>(m, "Packer", "Packs lists of torch's CPU tensors. Takes the types torch.Tensor and Parameter.")
+      .def(py::init<py::object, py::object>(), py::arg("tensor"), py::arg("parameter"))
+      .def("pack", &Packer::run<false>, py::arg("bucket"), py::arg("tensors"), py::arg("scale"),
+           "Returns -1; or does nothing and returns the position of a tensor that cannot be packed, -2 if the bucket is "
+           "not a flat CPU tensor of float32, float16 or bfloat16, -3 if its length is not that of the tensors.")
+      .def("unpack", &Packer::run<true>, py::arg("bucket"), py::arg("tensors"), py::arg("scale"), "The way back.");
+}
+
+}  // namespace pycomm

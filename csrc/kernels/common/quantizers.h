@@ -1,0 +1,198 @@
+// The mathematics of quantization, written once: the scale of a block, and the code of an element and back. What is
+// computed, and why a payload is the same on every device, is told in pycomm/ops/quantize.py. Everything rounds as
+// IEEE float32, each operation by itself (no contraction, no flush to zero).
+#pragma once
+
+#include "formats.h"
+#include "operators.h"
+#include "payload.h"
+
+namespace pycomm {
+
+inline constexpr int kNaNBits = 0x7FC00000;
+inline constexpr int kInfinityBits = 0x7F800000;
+inline constexpr int kTinyBits = power_of_two_bits(-100);  // a block whose magnitudes are all smaller is sent as zeros
+
+// What a block is encoded with. For a block of zeros `scale` and `inverse` are 0.
+struct BlockScale {
+  float scale;     // decoded = code * scale; NaN: the block is not finite, all its codes are 0
+  float inverse;   // code = x * inverse, rounded
+  std::uint32_t stored;  // the float32's bits, or the mx byte
+  bool is_finite;
+};
+
+// -- small floats whose input is at most a little above the largest: no NaN, no infinity ------------------------------
+
+using E2M1Format = Format<2, 1, 1, Overflow::kSaturate, 8>;  // 0 .5 1 1.5 2 3 4 6; four bits have no code for NaN
+
+// 16 random bits (in 0..65535) -> -0.5 .. 0.5, symmetric around 0, exact.
+template <class W>
+PYCOMM_HD typename W::template Of<float> dither(typename W::template Of<std::int32_t> random) {
+  return W::template convert<typename W::template Of<float>>(random * 2 - 65535) * 0x1p-17f;
+}
+
+// The nearest integer as a float32 whose low bits hold it in two's complement, for |value| < 2^22.
+inline constexpr float kRoundMagic = 0x1.8p23f;
+
+// `largest` in -largest..largest, `bits` wide.
+template <int bits, int largest>
+struct IntCode {
+  static constexpr int kBits = bits;
+  static constexpr float kLargest = largest;
+
+  template <class W>
+  struct Encoded {
+    typename W::template Of<std::int32_t> code;  // in the low bits; noise above
+    typename W::template Of<float> shifted;
+    PYCOMM_HD typename W::template Of<float> value() const { return shifted - kRoundMagic; }
+  };
+
+  template <class W, bool stochastic>
+  static PYCOMM_HD Encoded<W> encode(typename W::template Of<float> value,
+                                     [[maybe_unused]] typename W::template Of<std::int32_t> random) {
+    using V = typename W::template Of<float>;
+    if constexpr (stochastic) {
+      value = value + dither<W>(random);
+      value = select(value > kLargest, W::template splat<float>(kLargest), value);
+      value = select(value < -kLargest, W::template splat<float>(-kLargest), value);
+    }
+    const V shifted = value + kRoundMagic;
+    return {bit_cast<typename W::template Of<std::int32_t>>(shifted), shifted};
+  }
+
+  template <class W>
+  static PYCOMM_HD typename W::template Of<float> decode(typename W::template Of<std::int32_t> code) {
+    return W::template convert<typename W::template Of<float>>((code << (32 - bits)) >> (32 - bits));
+  }
+};
+
+template <class F>
+struct FloatCode {
+  static constexpr int kBits = F::kExponentBits + F::kMantissaBits + 1;
+  static constexpr int kLargestCode = F::kOverflow == Overflow::kInfinity ? F::kInfinity - 1 : F::kNaN - 1;
+  static constexpr int kLargestBits = (kLargestCode << F::kShift) + F::kRebias;
+  static constexpr float kLargest = (1 + (kLargestCode & ((1 << F::kMantissaBits) - 1)) / float(1 << F::kMantissaBits)) *
+                                    (1 << ((kLargestCode >> F::kMantissaBits) - F::kBias));
+
+  template <class W>
+  struct Encoded {
+    typename W::template Of<std::int32_t> code;
+    PYCOMM_HD typename W::template Of<float> value() const { return decode_small<W, F>(code); }
+  };
+
+  template <class W, bool stochastic>
+  static PYCOMM_HD Encoded<W> encode(typename W::template Of<float> value,
+                                     [[maybe_unused]] typename W::template Of<std::int32_t> random) {
+    using I = typename W::template Of<std::int32_t>;
+    using V = typename W::template Of<float>;
+    const I bits = bit_cast<I>(value);
+    const I magnitude = bits & 0x7FFFFFFF;
+    const I sign = (bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit;
+    I code;
+    V quanta;
+    // 1.5 * 2^23 quanta: float32's last bit is worth one quantum there, so the addition rounds to whole quanta.
+    constexpr int kMagicBits = power_of_two_bits(F::kQuantumExponent + 23) + (1 << 22);
+    const V magic = bit_cast<V>(W::template splat<std::int32_t>(kMagicBits));
+    if constexpr (stochastic) {
+      const I up = (random << (F::kShift - 16)) + ((1 << (F::kShift - 17)) - F::kRebias);
+      code = (magnitude + up) >> F::kShift;
+      const float quantum = bit_cast<float>(power_of_two_bits(F::kQuantumExponent));
+      quanta = bit_cast<V>(magnitude) + dither<W>(random) * quantum + magic;
+    } else {
+      code = (magnitude + ((magnitude >> F::kShift) & 1) + ((1 << (F::kShift - 1)) - 1 - F::kRebias)) >> F::kShift;
+      quanta = bit_cast<V>(magnitude) + magic;
+    }
+    code = select(magnitude < F::kMinNormal, bit_cast<I>(quanta) - kMagicBits, code);
+    code = select(code > kLargestCode, W::template splat<std::int32_t>(kLargestCode), code);
+    return {code | sign};
+  }
+
+  template <class W>
+  static PYCOMM_HD typename W::template Of<float> decode(typename W::template Of<std::int32_t> code) {
+    return decode_small<W, F>(code);
+  }
+};
+
+// -- the scale of a block ---------------------------------------------------------------------------------------------
+
+// The largest float32 whose product with `largest` is finite, for sure.
+PYCOMM_HD constexpr float scale_bound(float largest) {
+  return static_cast<float>(0x1.fffffep127 / static_cast<double>(largest) * (1 - 0x1p-24));
+}
+
+PYCOMM_HD BlockScale make_scale(int amax_bits, float largest) {
+  if (amax_bits >= kInfinityBits) return {bit_cast<float>(kNaNBits), 0.0f, static_cast<std::uint32_t>(kNaNBits), false};
+  if (amax_bits < kTinyBits) return {0.0f, 0.0f, 0, true};
+  const float quotient = bit_cast<float>(amax_bits) / largest;
+  const float bound = scale_bound(largest);
+  const float scale = quotient < bound ? quotient : bound;
+  return {scale, 1.0f / scale, bit_cast<std::uint32_t>(scale), true};
+}
+
+PYCOMM_HD float mx_scale(std::uint32_t stored) {
+  const std::uint32_t bits = stored == 0 ? 0x00400000u : stored << 23;
+  return bit_cast<float>(stored == 255 ? static_cast<std::uint32_t>(kNaNBits) : bits);
+}
+
+PYCOMM_HD BlockScale make_mx_scale(int amax_bits, int largest_bits) {
+  if (amax_bits >= kInfinityBits) return {bit_cast<float>(kNaNBits), 0.0f, 255, false};
+  if (amax_bits < kTinyBits) return {mx_scale(0), 0.0f, 0, true};
+  constexpr int kMantissa = 0x7FFFFF;
+  int exponent = (amax_bits >> 23) - (largest_bits >> 23) + ((amax_bits & kMantissa) > (largest_bits & kMantissa));
+  const int bound = 254 - (largest_bits >> 23);  // largest * scale is to be finite
+  exponent = exponent < bound ? exponent : bound;
+  const auto stored = static_cast<std::uint32_t>(exponent + 127);
+  return {mx_scale(stored), bit_cast<float>(power_of_two_bits(-exponent)), stored, true};
+}
+
+// `sum` is that of the magnitudes of `count` elements, in the order of [Note: lanes of a sum].
+PYCOMM_HD BlockScale make_sign_scale(float sum, std::size_t count) {
+  const float mean = sum / static_cast<float>(count);
+  const bool is_finite = mean <= 0x1.fffffep127f;
+  const int bits = is_finite ? bit_cast<int>(mean) : kNaNBits;
+  return {bit_cast<float>(bits), 0.0f, static_cast<std::uint32_t>(bits), is_finite};
+}
+
+// -- the formats ------------------------------------------------------------------------------------------------------
+
+template <PayloadFormat format, class CodeType>
+struct ScaledFormat {
+  static constexpr PayloadFormat kFormat = format;
+  static constexpr bool kIsMx = is_mx(format);
+  using Code = CodeType;
+  static PYCOMM_HD BlockScale scale(int amax_bits) {
+    if constexpr (kIsMx) {
+      return make_mx_scale(amax_bits, Code::kLargestBits);
+    } else {
+      return make_scale(amax_bits, Code::kLargest);
+    }
+  }
+};
+struct SignFormat {
+  static constexpr PayloadFormat kFormat = PayloadFormat::kSign;
+  static constexpr bool kIsMx = false;
+};
+
+// Calls visit(Format{}).
+template <class Visit>
+constexpr auto visit_format(PayloadFormat format, Visit visit) {
+  switch (format) {
+    case PayloadFormat::kInt8: return visit(ScaledFormat<PayloadFormat::kInt8, IntCode<8, 127>>{});
+    case PayloadFormat::kInt4: return visit(ScaledFormat<PayloadFormat::kInt4, IntCode<4, 7>>{});
+    case PayloadFormat::kTernary: return visit(ScaledFormat<PayloadFormat::kTernary, IntCode<2, 1>>{});
+    case PayloadFormat::kFp8E4M3: return visit(ScaledFormat<PayloadFormat::kFp8E4M3, FloatCode<E4M3FNFormat>>{});
+    case PayloadFormat::kFp8E5M2: return visit(ScaledFormat<PayloadFormat::kFp8E5M2, FloatCode<E5M2Format>>{});
+    case PayloadFormat::kMxfp8: return visit(ScaledFormat<PayloadFormat::kMxfp8, FloatCode<E4M3FNFormat>>{});
+    case PayloadFormat::kMxfp4: return visit(ScaledFormat<PayloadFormat::kMxfp4, FloatCode<E2M1Format>>{});
+    case PayloadFormat::kSign: break;
+  }
+  return visit(SignFormat{});
+}
+
+// [Note: lanes of a sum]
+// A float sum depends on its order, so the order is part of the format: element i of a block is added to lane i % 128, in
+// turn; then lane l and lane l + 64 are added, l and l + 32, ..., until one is left. 128 lanes are four of a warp's 32
+// threads, or eight registers of AVX-512.
+inline constexpr int kSumLanes = 128;
+
+}  // namespace pycomm

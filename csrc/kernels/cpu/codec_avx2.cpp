@@ -1,0 +1,25 @@
+// quantize(), topk(), pack() for avx2: see codec_body.h. Standard headers come before the target, as their functions are shared.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "isa.h"
+
+#pragma GCC target("avx2,f16c")
+#define PYCOMM_ISA avx2
+#define PYCOMM_VECTOR_BYTES 32
+#include "../common/elements.h"
+#include "../common/philox.h"
+#include "../common/quantizers.h"
+#include "lanes.h"
+#include "copy_body.h"
+#include "codec_body.h"
+
+namespace pycomm {
+extern const Codecs kCodecsAvx2 = avx2::make_codecs();
+}  // namespace pycomm
+#endif

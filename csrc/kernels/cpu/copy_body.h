@@ -1,0 +1,42 @@
+// copy_streamed() for one instruction set: a part of reduce_body.h and codec_body.h, which see.
+
+namespace pycomm::PYCOMM_ISA {
+
+inline void run_copy_streamed(char* destination, const char* source, std::size_t bytes) {
+  using V = VectorOf<char, PYCOMM_VECTOR_BYTES>::type;
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(destination) % sizeof(V);
+  if (misaligned != 0) {
+    const std::size_t head = std::min(bytes, sizeof(V) - misaligned);
+    std::memcpy(destination, source, head);
+    destination += head, source += head, bytes -= head;
+  }
+  for (; bytes >= 4 * sizeof(V); destination += 4 * sizeof(V), source += 4 * sizeof(V), bytes -= 4 * sizeof(V)) {
+    V block[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) block[k] = load<V>(source + k * sizeof(V));
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) store_streamed(destination + k * sizeof(V), block[k]);
+  }
+  for (; bytes >= sizeof(V); destination += sizeof(V), source += sizeof(V), bytes -= sizeof(V)) {
+    store_streamed(destination, load<V>(source));
+  }
+  std::memcpy(destination, source, bytes);
+}
+
+inline void run_copy_to_both(char* destination, char* other, const char* source, std::size_t bytes) {
+  using V = VectorOf<char, PYCOMM_VECTOR_BYTES>::type;
+  std::size_t offset = 0;
+  for (; bytes - offset >= 4 * sizeof(V); offset += 4 * sizeof(V)) {
+    V block[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) block[k] = load<V>(source + offset + k * sizeof(V));
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) store(destination + offset + k * sizeof(V), block[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) store(other + offset + k * sizeof(V), block[k]);
+  }
+  std::memcpy(destination + offset, source + offset, bytes - offset);
+  std::memcpy(other + offset, source + offset, bytes - offset);
+}
+
+}  // namespace pycomm::PYCOMM_ISA

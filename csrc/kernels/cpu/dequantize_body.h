@@ -1,0 +1,102 @@
+// dequantize() for one instruction set: see codec_body.h, which includes this after quantize_body.h.
+//
+// The idea: codes of less than a byte are first spread to one byte each, a chunk at a time in the L1 cache; then one
+// loop multiplies, adds and writes. Bytes moved per element: kCodeBits / 8 read, 4 written, and 4 more read if it adds.
+
+namespace pycomm::PYCOMM_ISA {
+
+// `bits` for each code -> a byte each. Writes up to 7 codes more than `count`.
+template <int bits>
+void spread_codes(std::uint8_t* codes, const std::uint8_t* packed, std::size_t count) {
+  const std::size_t bytes = (count * bits + 7) / 8;
+  for (std::size_t i = 0; i < bytes; ++i) {
+    if constexpr (bits == 4) {
+      const unsigned two = packed[i];
+      store_at(codes, 2 * i, static_cast<std::uint16_t>((two | two << 4) & 0x0F0F));
+    } else {
+      const std::uint32_t four = packed[i];
+      store_at(codes, 4 * i, static_cast<std::uint32_t>((four | four << 6 | four << 12 | four << 18) & 0x03030303u));
+    }
+  }
+}
+
+// Adds `value` to, or writes it over, the elements at `to`. Every NaN becomes the one.
+template <class W, bool is_added, bool is_streamed>
+PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<float> value) {
+  if constexpr (is_added) value = load_floats<W>(to, i) + value;
+  value = Native<float>::encode<W>(value);
+  if constexpr (is_streamed && W::kLanes > 1) {
+    store_streamed(reinterpret_cast<char*>(to + i), value);
+  } else {
+    store_at(to, 4 * i, value);
+  }
+}
+
+template <class Code, bool is_added, bool is_streamed>
+void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
+  for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+    using W = decltype(lanes);
+    put_values<W, is_added, is_streamed>(to, i, Code::template decode<W>(load_codes<W>(codes, i)) * scale);
+  });
+}
+
+// Element i has bit i of `packed`; vectors start at bits whose number is a multiple of their lanes, so of 4.
+template <bool is_added, bool is_streamed>
+void decode_signs(float* to, const std::uint8_t* packed, std::size_t count, float scale) {
+  for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+    using W = decltype(lanes);
+    using U = typename W::template Of<std::uint32_t>;
+    std::uint32_t word = static_cast<std::uint32_t>(packed[i / 8]) >> i % 8;
+    U shifts = W::template splat<std::uint32_t>(31);
+    if constexpr (W::kLanes > 1) {
+      if constexpr (W::kLanes == 16) word |= static_cast<std::uint32_t>(packed[i / 8 + 1]) << 8;
+      std::uint32_t each[W::kLanes];
+      for (int lane = 0; lane < W::kLanes; ++lane) each[lane] = static_cast<std::uint32_t>(31 - lane);
+      std::memcpy(&shifts, each, sizeof(shifts));
+    }
+    const U sign = (W::template splat<std::uint32_t>(word) << shifts) & 0x80000000u;
+    const U bits = sign ^ W::template splat<std::uint32_t>(bit_cast<std::uint32_t>(scale));
+    put_values<W, is_added, is_streamed>(to, i, bit_cast<typename W::template Of<float>>(bits));
+  });
+}
+
+template <class Format, bool is_added, bool is_streamed>
+void dequantize_blocks(const DequantizeJob job) {  // a copy: no store can change it
+  constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)];
+  const PayloadLayout layout{job.format, job.numel, job.block_numel};
+  alignas(64) std::uint8_t spread[kChunk + 8];
+  for (std::size_t block = job.first_block; block < job.last_block; ++block) {
+    float scale;
+    if constexpr (Format::kIsMx) {
+      scale = mx_scale(job.payload[block]);
+    } else {
+      scale = load_at<float>(job.payload, 4 * block);
+    }
+    scale *= job.factor;
+    const std::size_t end = std::min(job.numel, (block + 1) * job.block_numel);
+    for (std::size_t begin = block * job.block_numel; begin < end; begin += kChunk) {
+      const std::size_t count = std::min(kChunk, end - begin);
+      const unsigned char* const from = job.payload + layout.codes_offset + layout.code_bytes(begin);
+      float* const to = job.flat + begin;
+      if constexpr (bits == 1) {
+        decode_signs<is_added, is_streamed>(to, from, count, scale);
+      } else if constexpr (bits == 8) {
+        decode_elements<typename Format::Code, is_added, is_streamed>(to, from, count, scale);
+      } else {
+        spread_codes<bits>(spread, from, count);
+        decode_elements<typename Format::Code, is_added, is_streamed>(to, spread, count, scale);
+      }
+    }
+  }
+}
+
+template <class Format>
+void run_dequantize(const DequantizeJob& job) {
+  // A vector is streamed to an address that is a multiple of its size; blocks are of 32 elements and so keep that.
+  const bool is_aligned = reinterpret_cast<std::uintptr_t>(job.flat) % PYCOMM_VECTOR_BYTES == 0;
+  if (job.is_added) return dequantize_blocks<Format, true, false>(job);
+  if (job.is_streamed && is_aligned) return dequantize_blocks<Format, false, true>(job);
+  dequantize_blocks<Format, false, false>(job);
+}
+
+}  // namespace pycomm::PYCOMM_ISA

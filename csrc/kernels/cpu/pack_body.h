@@ -1,0 +1,89 @@
+// The conversion of a run of elements for one instruction set: see codec_body.h, which includes this. pack.cpp uses it.
+
+namespace pycomm::PYCOMM_ISA {
+
+template <PackType type>
+using PackElement = std::conditional_t<type == PackType::kFloat32, Native<float>,
+                                       std::conditional_t<type == PackType::kFloat16, Small<Float16Format>, BFloat16>>;
+
+template <class W, class Element>
+PYCOMM_HD auto read_element(const char* from) {
+  if constexpr (kUsesF16C<W, Element>) {
+    return load_values<W, Element>(from);
+  } else {
+    return Element::template decode<W>(load<typename W::template Of<typename Element::Storage>>(from));
+  }
+}
+
+template <class W, class Element, class V>
+PYCOMM_HD auto write_element(V value) {
+  if constexpr (kUsesF16C<W, Element>) {
+    return encode_values<W, Element>(value);
+  } else {
+    return Element::template encode<W>(value);
+  }
+}
+
+// One vector, or one element.
+template <class W, class To, class From, bool is_scaled, bool is_streamed>
+PYCOMM_HD void convert_lanes_of(char* to, const char* from, float scale) {
+  auto value = read_element<W, From>(from);
+  if constexpr (is_scaled) value = value * scale;
+  const auto stored = write_element<W, To>(value);
+  if constexpr (is_streamed) {
+    store_streamed(to, stored);
+  } else {
+    store(to, stored);
+  }
+}
+
+template <class To, class From, bool is_scaled, bool is_streamed>
+void convert_all(char* to, const char* from, std::size_t numel, float scale) {
+  constexpr std::size_t kTo = sizeof(typename To::Storage), kFrom = sizeof(typename From::Storage);
+  std::size_t i = 0;
+  if constexpr (is_streamed) {
+    while (i < numel && reinterpret_cast<std::uintptr_t>(to + i * kTo) % (kLanesOfFloat * kTo) != 0) {
+      convert_lanes_of<Scalar, To, From, is_scaled, false>(to + i * kTo, from + i * kFrom, scale);
+      ++i;
+    }
+  }
+#pragma GCC unroll 4
+  for (; i + kLanesOfFloat <= numel; i += kLanesOfFloat) {
+    convert_lanes_of<Floats, To, From, is_scaled, is_streamed>(to + i * kTo, from + i * kFrom, scale);
+  }
+  for (; i < numel; ++i) convert_lanes_of<Scalar, To, From, is_scaled, false>(to + i * kTo, from + i * kFrom, scale);
+}
+
+template <PackType to_type, PackType from_type>
+void run_convert(char* to, const char* from, std::size_t numel, float scale, bool is_streamed) {
+  using To = PackElement<to_type>;
+  using From = PackElement<from_type>;
+  // To stream from a misaligned item would never reach an aligned vector.
+  is_streamed = is_streamed && reinterpret_cast<std::uintptr_t>(to) % sizeof(typename To::Storage) == 0;
+  if (scale != 1.0f) {
+    return is_streamed ? convert_all<To, From, true, true>(to, from, numel, scale)
+                       : convert_all<To, From, true, false>(to, from, numel, scale);
+  }
+  if constexpr (to_type == from_type) {
+    if (is_streamed) return run_copy_streamed(to, from, numel * sizeof(typename To::Storage));
+    std::memcpy(to, from, numel * sizeof(typename To::Storage));
+  } else {
+    return is_streamed ? convert_all<To, From, false, true>(to, from, numel, scale)
+                       : convert_all<To, From, false, false>(to, from, numel, scale);
+  }
+}
+
+template <PackType to>
+constexpr void fill_row(Codecs& codecs) {
+  codecs.convert[static_cast<int>(to)][0] = run_convert<to, PackType::kFloat32>;
+  codecs.convert[static_cast<int>(to)][1] = run_convert<to, PackType::kFloat16>;
+  codecs.convert[static_cast<int>(to)][2] = run_convert<to, PackType::kBFloat16>;
+}
+
+constexpr void fill_conversions(Codecs& codecs) {
+  fill_row<PackType::kFloat32>(codecs);
+  fill_row<PackType::kFloat16>(codecs);
+  fill_row<PackType::kBFloat16>(codecs);
+}
+
+}  // namespace pycomm::PYCOMM_ISA

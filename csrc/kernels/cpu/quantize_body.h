@@ -1,0 +1,329 @@
+// quantize() and dequantize() for one instruction set: see codec_body.h, which includes this.
+//
+// The idea: a chunk of 2048 elements stays in the L1 cache. The first pass over a block finds its scale (and with a
+// residual writes the input there), the second encodes to one byte an element beside it; the bytes are then packed and
+// written to the payload. So the input is read from memory once, and the payload written once.
+
+namespace pycomm::PYCOMM_ISA {
+
+using Floats = Wide<PYCOMM_VECTOR_BYTES / 4>;
+inline constexpr std::size_t kLanesOfFloat = PYCOMM_VECTOR_BYTES / 4;
+inline constexpr std::size_t kChunk = 2048;
+
+// Calls body(W, index) for whole vectors of [0, count), then one element at a time for the rest.
+template <class Body>
+PYCOMM_HD void for_lanes(std::size_t count, Body body) {
+  std::size_t i = 0;
+#pragma GCC unroll 4
+  for (; i + kLanesOfFloat <= count; i += kLanesOfFloat) body(Floats{}, i);
+  for (; i < count; ++i) body(Scalar{}, i);
+}
+
+template <class V>
+PYCOMM_HD V load_at(const void* base, std::size_t byte) {
+  return load<V>(static_cast<const char*>(base) + byte);
+}
+template <class V>
+PYCOMM_HD void store_at(void* base, std::size_t byte, V value) {
+  store(static_cast<char*>(base) + byte, value);
+}
+template <class W>
+PYCOMM_HD auto load_floats(const float* from, std::size_t i) {
+  return load_at<typename W::template Of<float>>(from, 4 * i);
+}
+
+// Codes of one byte, as int32.
+template <class W>
+PYCOMM_HD auto load_codes(const std::uint8_t* from, std::size_t i) {
+  return W::template convert<typename W::template Of<std::int32_t>>(load_at<typename W::template Of<std::uint8_t>>(from, i));
+}
+template <class W>
+PYCOMM_HD void store_codes(std::uint8_t* to, std::size_t i, typename W::template Of<std::int32_t> codes) {
+  if constexpr (PYCOMM_VECTOR_BYTES < 64) codes = codes & 255;  // AVX-512 takes the low bits by itself
+  store_at(to, i, W::template convert<typename W::template Of<std::uint8_t>>(codes));
+}
+
+// -- pass 1: the scale -------------------------------------------------------------------------------------------------
+
+// The input's bits at `i`; with a residual the sum, which the residual then holds.
+template <class W, bool has_residual>
+PYCOMM_HD auto read_bits(const float* flat, float* residual, std::size_t i) {
+  auto x = load_floats<W>(flat, i);
+  if constexpr (has_residual) {
+    x = x + load_floats<W>(residual, i);
+    store_at(residual, 4 * i, x);
+  }
+  return bit_cast<typename W::template Of<std::int32_t>>(x);
+}
+
+// The largest magnitude's bits: as integers NaN > infinity > all else.
+template <bool has_residual>
+int find_amax(const float* flat, float* residual, std::size_t count) {
+  using I = typename Floats::Of<std::int32_t>;
+  constexpr std::size_t kStep = 4 * kLanesOfFloat;
+  I most[4] = {};
+  std::size_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const I bits = read_bits<Floats, has_residual>(flat, residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
+      most[k] = select(bits > most[k], bits, most[k]);
+    }
+  }
+  for (int k = 1; k < 4; ++k) most[0] = select(most[k] > most[0], most[k], most[0]);
+  int lanes[kLanesOfFloat], amax = 0;
+  std::memcpy(lanes, &most[0], sizeof(lanes));
+  for (const int lane : lanes) amax = std::max(amax, lane);
+  for (; i < count; ++i) amax = std::max(amax, read_bits<Scalar, has_residual>(flat, residual, i) & 0x7FFFFFFF);
+  return amax;
+}
+
+// The sum of the magnitudes, in the order of [Note: lanes of a sum].
+template <bool has_residual>
+float sum_magnitudes(const float* flat, float* residual, std::size_t count) {
+  using I = typename Floats::Of<std::int32_t>;
+  using V = typename Floats::Of<float>;
+  constexpr std::size_t kRegisters = kSumLanes / kLanesOfFloat;
+  alignas(64) float lanes[kSumLanes];
+  V sums[kRegisters] = {};
+  std::size_t i = 0;
+  for (; i + kSumLanes <= count; i += kSumLanes) {
+#pragma GCC unroll 32
+    for (std::size_t k = 0; k < kRegisters; ++k) {
+      const I bits = read_bits<Floats, has_residual>(flat, residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
+      sums[k] = sums[k] + bit_cast<V>(bits);
+    }
+  }
+  std::memcpy(lanes, sums, sizeof(lanes));
+  for (std::size_t lane = 0; i < count; ++i, ++lane) {
+    lanes[lane] += bit_cast<float>(read_bits<Scalar, has_residual>(flat, residual, i) & 0x7FFFFFFF);
+  }
+  for (std::size_t half = kSumLanes / 2; half > 0; half /= 2) {
+    for (std::size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+// -- pass 2: the codes ------------------------------------------------------------------------------------------------
+
+// 16 random bits for each of the elements [first, first + count), count <= kChunk. `room` holds the answer.
+struct Random {
+  alignas(64) std::uint16_t room[kChunk + 2 * kPhiloxGroup];
+};
+inline const std::uint16_t* fill_random(Random& random, std::uint64_t seed, std::uint64_t first, std::size_t count) {
+  constexpr std::size_t kGroups = 32;
+  const std::uint64_t group = first / kPhiloxGroup;
+  const std::size_t skipped = first % kPhiloxGroup, groups = (skipped + count + kPhiloxGroup - 1) / kPhiloxGroup;
+  for (std::size_t g = 0; g < groups; g += kGroups) {
+    std::uint32_t word[4][kGroups];
+    for (std::size_t l = 0; l < kGroups; ++l) {
+      word[0][l] = static_cast<std::uint32_t>(group + g + l);
+      word[1][l] = static_cast<std::uint32_t>((group + g + l) >> 32);
+      word[2][l] = word[3][l] = 0;
+    }
+    std::uint32_t key0 = static_cast<std::uint32_t>(seed), key1 = static_cast<std::uint32_t>(seed >> 32);
+    for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
+#pragma GCC ivdep
+      for (std::size_t l = 0; l < kGroups; ++l) {
+        std::uint32_t one[4] = {word[0][l], word[1][l], word[2][l], word[3][l]};
+        philox_round(one, key0, key1);
+        word[0][l] = one[0], word[1][l] = one[1], word[2][l] = one[2], word[3][l] = one[3];
+      }
+    }
+    for (std::size_t l = 0; l < kGroups && g + l < groups; ++l) {
+      const std::uint32_t one[4] = {word[0][l], word[1][l], word[2][l], word[3][l]};
+      std::memcpy(random.room + (g + l) * kPhiloxGroup, one, sizeof(one));
+    }
+  }
+  return random.room + skipped;
+}
+
+// Asks for the line that lies in the next chunk where `from[i]` lies in this one: while a chunk is encoded, nothing else
+// would be read from memory. (As a number: it may lie behind the end, which does no harm.)
+template <class W, bool is_written>
+PYCOMM_HD void prefetch_next(const float* from, std::size_t i) {
+  if constexpr (W::kLanes > 1) {
+    const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(from) + 4 * (i + kChunk);
+    __builtin_prefetch(reinterpret_cast<const void*>(next), is_written);
+  }
+}
+
+// Codes of `count` elements, a byte each. `left` gets the residual.
+template <class Code, bool stochastic, bool has_residual>
+void encode_elements(std::uint8_t* codes, const float* input, float* left, std::size_t count,
+                               const BlockScale scale, [[maybe_unused]] const std::uint16_t* random) {
+  for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+    using W = decltype(lanes);
+    using I = typename W::template Of<std::int32_t>;
+    const auto x = load_floats<W>(input, i);
+    I bits16 = W::template splat<std::int32_t>(0);
+    if constexpr (stochastic) {
+      bits16 = W::template convert<I>(load_at<typename W::template Of<std::uint16_t>>(random, 2 * i));
+    }
+    const auto encoded = Code::template encode<W, stochastic>(x * scale.inverse, bits16);
+    prefetch_next<W, has_residual>(input, i);
+    store_codes<W>(codes, i, encoded.code);
+    if constexpr (has_residual) store_at(left, 4 * i, x - encoded.value() * scale.scale);
+  });
+}
+
+template <bool has_residual>
+void encode_signs(std::uint8_t* codes, const float* input, float* left, std::size_t count, float scale) {
+  for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+    using W = decltype(lanes);
+    using U = typename W::template Of<std::uint32_t>;
+    const auto x = load_floats<W>(input, i);
+    const U sign = bit_cast<U>(x) & 0x80000000u;
+    prefetch_next<W, has_residual>(input, i);
+    store_codes<W>(codes, i, bit_cast<typename W::template Of<std::int32_t>>(sign >> 31));
+    if constexpr (has_residual) {
+      store_at(left, 4 * i, x - bit_cast<typename W::template Of<float>>(sign | bit_cast<std::uint32_t>(scale)));
+    }
+  });
+}
+
+// Bytes of one code each -> `bits` for each; `count` codes, and zeros up to a multiple of 8, are there.
+template <int bits>
+void pack_codes(std::uint8_t* packed, const std::uint8_t* codes, std::size_t count) {
+  constexpr int kMask = (1 << bits) - 1;
+  const std::size_t bytes = (count * bits + 7) / 8;
+  for (std::size_t i = 0; i < bytes; ++i) {
+    if constexpr (bits == 4) {
+      const auto two = load_at<std::uint16_t>(codes, 2 * i);
+      packed[i] = static_cast<std::uint8_t>((two & kMask) | (two >> 4 & 0xF0));
+    } else if constexpr (bits == 2) {
+      const std::uint32_t four = load_at<std::uint32_t>(codes, 4 * i) & 0x03030303u;
+      packed[i] = static_cast<std::uint8_t>(four | four >> 6 | four >> 12 | four >> 18);
+    } else {
+      const std::uint64_t eight = load_at<std::uint64_t>(codes, 8 * i) & 0x0101010101010101u;
+      packed[i] = static_cast<std::uint8_t>(eight * 0x0102040810204080u >> 56);
+    }
+  }
+}
+
+// -- a payload ---------------------------------------------------------------------------------------------------------
+
+inline void put_bytes(unsigned char* to, const std::uint8_t* from, std::size_t bytes, bool is_streamed) {
+  if (is_streamed) {
+    run_copy_streamed(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+template <class Format, bool stochastic, bool has_residual>
+struct Quantizer {
+  const QuantizeJob job;  // a copy: no store can change it
+  const PayloadLayout layout{job.format, job.numel, job.block_numel};
+  alignas(64) std::uint8_t codes[kChunk];
+  alignas(64) std::uint8_t packed[kChunk];
+  Random random;
+  const std::uint16_t* drawn = random.room;
+
+  explicit Quantizer(const QuantizeJob& job) : job(job) {}
+
+  BlockScale scale_of(std::size_t begin, std::size_t count) {
+    float* const residual = has_residual ? job.residual + begin : nullptr;
+    if constexpr (Format::kFormat == PayloadFormat::kSign) {
+      return make_sign_scale(sum_magnitudes<has_residual>(job.flat + begin, residual, count), count);
+    } else {
+      const int amax = find_amax<has_residual>(job.flat + begin, residual, count);
+      return Format::scale(amax);
+    }
+  }
+
+  void write_scale(std::size_t block, std::uint32_t stored) {
+    if constexpr (Format::kIsMx) {
+      job.payload[block] = static_cast<std::uint8_t>(stored);
+    } else {
+      store_at(job.payload, 4 * block, stored);
+    }
+  }
+
+  void draw([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t count) {
+    if constexpr (stochastic) drawn = fill_random(random, job.seed, job.offset + begin, count);
+  }
+
+  // Elements [begin, begin + count) of one block, to codes[at ...]; the chunk's random numbers are drawn.
+  void encode(std::size_t at, std::size_t begin, std::size_t count, const BlockScale& scale) {
+    float* const residual = has_residual ? job.residual + begin : nullptr;
+    const float* const input = has_residual ? residual : job.flat + begin;
+    if (!scale.is_finite) {
+      std::memset(codes + at, 0, count);
+      if constexpr (has_residual) std::memset(residual, 0, 4 * count);
+      return;
+    }
+    if constexpr (Format::kFormat == PayloadFormat::kSign) {
+      encode_signs<has_residual>(codes + at, input, residual, count, scale.scale);
+    } else {
+      encode_elements<typename Format::Code, stochastic, has_residual>(codes + at, input, residual, count, scale,
+                                                                       drawn + at);
+    }
+  }
+
+  // Writes codes[0, count) where those of element `begin` belong.
+  void put(std::size_t begin, std::size_t count) {
+    unsigned char* const to = job.payload + layout.codes_offset + layout.code_bytes(begin);
+    constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)];
+    if constexpr (bits == 8) return put_bytes(to, codes, count, job.is_streamed);
+    std::memset(codes + count, 0, -count % 8);
+    if constexpr (bits != 8) pack_codes<bits>(packed, codes, count);
+    put_bytes(to, packed, layout.code_bytes(count), job.is_streamed);
+  }
+
+  // A block that is longer than a chunk.
+  void run_long(std::size_t block, std::size_t begin, std::size_t end) {
+    const BlockScale scale = scale_of(begin, end - begin);
+    write_scale(block, scale.stored);
+    for (std::size_t at = begin; at < end; at += kChunk) {
+      const std::size_t count = std::min(kChunk, end - at);
+      draw(at, count);
+      encode(0, at, count, scale);
+      put(at, count);
+    }
+  }
+
+  void run() {
+    const std::size_t per_chunk = std::max<std::size_t>(1, kChunk / job.block_numel);
+    for (std::size_t block = job.first_block; block < job.last_block; block += per_chunk) {
+      const std::size_t begin = block * job.block_numel;
+      const std::size_t last = std::min(job.last_block, block + per_chunk);
+      const std::size_t end = std::min(job.numel, last * job.block_numel);
+      if (job.block_numel > kChunk) {
+        run_long(block, begin, end);
+        continue;
+      }
+      draw(begin, end - begin);
+      for (std::size_t b = block, at = begin; b < last; ++b, at += job.block_numel) {
+        const std::size_t count = std::min(job.block_numel, end - at);
+        const BlockScale scale = scale_of(at, count);
+        write_scale(b, scale.stored);
+        encode(at - begin, at, count, scale);
+      }
+      put(begin, end - begin);
+    }
+    if (job.last_block == layout.num_blocks) {
+      const std::size_t scales = layout.num_blocks * layout.scale_bytes;
+      std::memset(job.payload + scales, 0, layout.codes_offset - scales);
+    }
+  }
+};
+
+template <class Format, bool stochastic>
+void run_quantize_rounded(const QuantizeJob& job) {
+  if (job.residual != nullptr) {
+    Quantizer<Format, stochastic, true>(job).run();
+  } else {
+    Quantizer<Format, stochastic, false>(job).run();
+  }
+}
+
+template <class Format>
+void run_quantize(const QuantizeJob& job) {
+  if constexpr (Format::kFormat != PayloadFormat::kSign) {
+    if (job.is_stochastic) return run_quantize_rounded<Format, true>(job);
+  }
+  run_quantize_rounded<Format, false>(job);
+}
+
+}  // namespace pycomm::PYCOMM_ISA

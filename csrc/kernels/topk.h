@@ -1,0 +1,46 @@
+// The k elements of largest magnitude. pycomm/ops/topk.py says what is chosen. Allocates nothing, throws nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pycomm {
+
+// Room for `topk`: candidates (an index and a value each), and magnitudes of a sample.
+inline constexpr std::size_t kTopkSample = 256 * 1024;
+inline constexpr std::size_t topk_candidates(std::size_t numel, std::size_t k) {
+  const std::size_t wanted = 2 * k + 64 * 1024;
+  return wanted < numel ? wanted : numel;
+}
+inline constexpr std::size_t topk_workspace_bytes(std::size_t numel, std::size_t k) {
+  return 8 * topk_candidates(numel, k) + 4 * (kTopkSample < numel ? kTopkSample : numel) + 512;
+}
+
+struct TopkJob {
+  std::int32_t* indices;  // (k,), ascending
+  float* values;          // (k,)
+  const float* flat;      // (numel,)
+  float* residual;        // null: none. Else flat + residual is the input, and residual becomes what was not chosen
+  void* workspace;        // topk_workspace_bytes(numel, k), aligned to 8 bytes
+  std::size_t numel, k;   // 1 <= k <= numel < 2^31
+  std::int32_t guess;     // bits of a magnitude that about k elements reach; 0: none
+  std::size_t accepted;   // if fewer than k but at least this many reach `guess`, they are chosen; k: exactly k
+};
+
+struct TopkResult {
+  std::int32_t threshold;  // bits: of the smallest magnitude chosen; of the guess, if that was accepted
+  std::size_t selected;    // elements chosen; the other slots hold the last index and 0
+  bool is_exact;           // exactly the k largest
+};
+
+// Bytes moved per element: 4 read, or with a residual 8 read and 4 written; where neither the guess nor the sample tells
+// the threshold, three or four times as many are read.
+TopkResult topk(const TopkJob& job);
+
+// The first i with indices[i] outside 0 .. numel - 1, or `count`.
+std::size_t find_bad_index(const std::int32_t* indices, std::size_t count, std::size_t numel);
+
+// flat[indices[i]] += values[i] * factor, in order. The indices are good.
+void scatter_add(float* flat, const std::int32_t* indices, const float* values, std::size_t count, float factor);
+
+}  // namespace pycomm

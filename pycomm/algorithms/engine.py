@@ -1,0 +1,46 @@
+"""What a group runs its collectives by: it chooses the algorithm of a call, and runs it."""
+
+from __future__ import annotations
+
+from ..transport.base import Transport
+from ._agreement import FRAMES, Agreement
+from .executor import Collective, Executor
+from .native import run_native
+from .selection import Choice, Selector
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """The selector and the executor of one group. One thread at a time runs."""
+
+    def __init__(self, transport: Transport, selector: Selector) -> None:
+        self.selector = selector
+        self.choose = selector.choose
+        self._transport = transport
+        self._agreement = Agreement(transport)
+        self._executor = Executor(transport)
+
+    def run(self, call: Collective, choice: Choice, timeout_s: float | None, is_agreed: bool = False) -> None:
+        """Runs ``call`` by ``choice``; returns when the local result is complete.
+
+        Raises the TransportErrors of the transport, and CollectiveMismatchError on every rank if they call different
+        things. ``timeout_s`` None means the transport's own. ``is_agreed``: the ranks have compared what
+        this call follows from already.
+        """
+        if not is_agreed or choice.name == FRAMES:
+            self._agreement.run(call, choice.name, timeout_s)
+        if choice.name == FRAMES:
+            return
+        if choice.plan is None:
+            run_native(self._transport, call, timeout_s)
+        else:
+            self._executor.run(choice.plan, call, timeout_s)
+
+    def execute(self, call: Collective, algorithm: str | None, timeout_s: float | None) -> None:
+        """Chooses as ``Selector.choose`` does, and runs."""
+        self.run(call, self.choose(call, algorithm), timeout_s)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._executor.close()

@@ -1,0 +1,133 @@
+"""Shows an algorithm: its rounds as a grid or a picture, what it costs, and which of all would be fastest."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...topology import Topology
+
+__all__ = ["main", "parse_bandwidth", "parse_time"]
+
+EPILOG = """\
+examples:
+  pycomm plan ring 4                                      the grid of rounds
+  pycomm plan ring 4 --svg ring.svg                       the same as a picture
+  pycomm plan tree 8 --verb broadcast --root 3
+  pycomm plan hierarchical --hosts 2 --ranks 8 --predict 64MiB --latency 5us --bandwidth 25Gbit
+
+--predict shows all algorithms side by side on links like these: --latency and --bandwidth are those of a host's link,
+which its ranks share; inside a host see --host-latency and --host-bandwidth, of one rank.
+"""
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def parse_time(text: str) -> float:
+    """Returns the seconds that ``text`` means, such as 5us; raises ConfigError if it means none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|ns)\s*", text)
+    if match is None:
+        raise ConfigError(f"the time {text!r} is not understood; write it as 5us, 0.2ms or 1s.")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+def parse_bandwidth(text: str) -> float:
+    """Returns the bytes per second that ``text`` means, such as 25Gbit or 3GB; raises ConfigError if it means none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B|iB)(?:/s)?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"the bandwidth {text!r} is not understood; write it as 25Gbit, 100Mbit or 3GB (a second).")
+    unit = match[3].lower()
+    prefix = _PREFIXES[match[2].upper()] if unit != "ib" else 1024.0 ** "KMGT".index(match[2].upper() or "K") * 1024
+    return float(match[1]) * prefix / (8 if unit == "bit" else 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pycomm plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("algorithm", help="a registered name, or one with parts such as 'hierarchical(ring,tree)'")
+    add("ranks", nargs="?", type=int, help="the number of ranks")
+    add("--ranks", dest="ranks_option", type=int, metavar="N", help="the same")
+    add("--hosts", default="1", metavar="N or N,N,...", help="hosts, or the ranks of each (default: %(default)s)")
+    add("--hosts-per-rack", type=int, default=0, metavar="N", help="hosts that share an uplink (default: one rack)")
+    add("--verb", default="all_reduce", help="the collective (default: %(default)s)")
+    add("--root", type=int, default=0, help="the root of a reduce, broadcast, gather or scatter (default: 0)")
+    add("--svg", type=Path, metavar="FILE", help="draw the rounds")
+    add("--png", type=Path, metavar="FILE", help="draw the rounds")
+    add("--predict", metavar="BYTES", help="predict the time of every algorithm for a buffer of this size")
+    add("--latency", default="5us", metavar="T", help="between hosts (default: %(default)s)")
+    add("--bandwidth", default="25Gbit", metavar="B", help="of a host's link (default: %(default)s)")
+    add("--rack-latency", metavar="T", help="across racks (default: --latency)")
+    add("--rack-bandwidth", metavar="B", help="of a rack's uplink (default: all that its hosts' links carry)")
+    add("--host-latency", default="1us", metavar="T", help="inside a host (default: %(default)s)")
+    add("--host-bandwidth", default="8GB", metavar="B", help="inside a host, of one rank (default: %(default)s)")
+    add("--message-time", default="2us", metavar="T", help="what a message keeps a rank busy (default: %(default)s)")
+    return parser
+
+
+def _topology(options: argparse.Namespace) -> Topology:
+    from ...topology import Topology
+
+    ranks = options.ranks if options.ranks_option is None else options.ranks_option
+    if options.ranks is not None and options.ranks_option not in (None, options.ranks):
+        raise ConfigError(f"{options.ranks} ranks and --ranks {options.ranks_option}: give the number once.")
+    try:
+        sizes = [int(part) for part in options.hosts.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ConfigError(f"--hosts {options.hosts}: expected a number of hosts, or the ranks of each, as in 4,4,2.")
+    if "," not in options.hosts:
+        hosts = sizes[0]
+        if ranks is None or ranks < hosts:
+            raise ConfigError(f"expected a number of ranks, {hosts} or more, got {ranks}: pycomm plan ring 4")
+        sizes = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
+    if ranks not in (None, sum(sizes)):
+        raise ConfigError(
+            f"--hosts {options.hosts} holds {sum(sizes)} ranks, but {ranks} were asked for; leave one out."
+        )
+    if options.hosts_per_rack < 0:
+        raise ConfigError(f"--hosts-per-rack {options.hosts_per_rack}: expected 1 or more.")
+    return Topology.of_sizes(sizes, options.hosts_per_rack)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the grid, or the prediction, and draws the pictures that were asked for."""
+    from rich.console import Console
+
+    from ...algorithms import find_algorithm
+
+    options = _parser().parse_args(argv)
+    topology = _topology(options)
+    algorithm = find_algorithm(options.algorithm)
+    pictures = [path for path in (options.svg, options.png) if path is not None]
+    if pictures:
+        from .picture import require_matplotlib
+
+        require_matplotlib()
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    if options.predict is not None:
+        from .predict import show_prediction
+
+        show_prediction(console, algorithm, topology, options)
+    if options.predict is None or pictures:
+        from .rounds import show_rounds, simulated
+
+        shown = simulated(algorithm, options.verb, topology, options.root)
+        if options.predict is None:
+            show_rounds(console, shown)
+        for path, kind in ((options.svg, "svg"), (options.png, "png")):
+            if path is not None:
+                from .picture import draw
+
+                draw(shown, path, kind)
+                console.print(f"drawn: {path}")
+    return 0

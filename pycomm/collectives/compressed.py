@@ -1,0 +1,306 @@
+"""Collectives whose bytes are compressed: the exchange that a compressor's ``combine`` dictates, on any transport.
+
+    SUM         encode; all_reduce of the payloads; decode
+    GATHER      encode; all_gather of the payloads; decode and add them in rank order
+    REQUANTIZE  encode a chunk for each rank; all_to_all; decode, add and encode; all_gather; decode
+
+All ranks decode the same bytes in the same order, so results are bit-identical on every rank. What an owner's second
+encoding loses in REQUANTIZE goes to its residual, so sent + residual == input holds for the sum over the ranks.
+
+[Note: overlap of encoding and sending]
+REQUANTIZE cuts every chunk into segments. A helper thread encodes segment s + 1, and reduces segment s - 1, while the
+calling thread, the only one that uses the transport, exchanges segment s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+
+from ..algorithms.executor import Collective
+from ..compression import Combine, Compressor, Context, Message, Part
+from ..errors import ConfigError
+from ..types import ReduceOp
+from .compression_chunks import Chunks, chunk_numel_of
+from .compression_wire import Wire
+
+__all__ = ["Squeezed", "check_call", "run"]
+
+_VERBS = ("all_reduce", "reduce_scatter_single", "all_gather_single")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SEGMENT_NUMEL = 1 << 18
+_MAX_SEGMENTS = 8
+
+
+class Squeezed(NamedTuple):
+    """A checked call: ``collective`` by ``compressor``; ``parts`` are the tensors in its input, in order."""
+
+    collective: Collective
+    compressor: Compressor
+    parts: tuple[Part, ...]
+
+
+def check_call(
+    verb: str, collectives: Sequence[Collective], compressor: Compressor, parts: Sequence[Part], name: str | None
+) -> Squeezed:
+    """Returns the call, ready to run. Raises ConfigError for what cannot be compressed, before a byte moves."""
+    collective = collectives[0]
+    if collective.verb not in _VERBS:
+        raise ConfigError(
+            f"compression {compressor.spec!r}: {verb} cannot be compressed (of lists, only those with equal sizes); "
+            f"expected all_reduce, reduce_scatter or all_gather; pass compression=None"
+        )
+    flat = collective.input
+    assert flat is not None, "these verbs have an input on every rank"
+    if flat.dtype not in _DTYPES:
+        raise ConfigError(
+            f"compression {compressor.spec!r}: expected float32, float16 or bfloat16, got {flat.dtype}; "
+            f"pass compression=None for it"
+        )
+    if collective.op not in (None, ReduceOp.SUM, ReduceOp.AVG):
+        raise ConfigError(
+            f"compression {compressor.spec!r}: expected op SUM or AVG, got {ReduceOp(collective.op).name}; "
+            f"others cannot be computed from what is left of the inputs"
+        )
+    described = tuple(parts) or (Part(name, (flat.numel(),)),)
+    for each, chosen in compressor.routes(described):
+        if collective.op is None and not each.is_for_gathers:
+            raise ConfigError(
+                f"compression {each.spec!r} compresses sums; {verb} has none: use a codec, or EF around one"
+            )
+        each.check([described[index] for index in chosen])
+    return Squeezed(collective, compressor, described)
+
+
+def run(call: Squeezed, wire: Wire, seed: int, note: str = "") -> None:
+    """Runs ``call`` on this rank. ``seed`` is the same on all ranks, another in each call; so is ``note``, what else
+    they must agree on.
+    """
+    source, output = call.collective.input, call.collective.output
+    assert source is not None and output is not None
+    wire.agree(_describe(call, seed) + note)
+    context = Context(call.parts, wire.rank, wire.world_size, seed, kept={})
+    workspace = wire.workspace
+    flat = source if source.dtype == torch.float32 else workspace.like("input", source).copy_(source)
+    total = output if output.dtype == torch.float32 else workspace.like("output", output)
+    if call.collective.verb == "all_gather_single":
+        _all_gather(call.compressor, flat, total, wire, context)
+    elif call.collective.verb == "all_reduce":
+        _all_reduce(call.compressor, flat, total, wire, context)
+    else:
+        _reduce_scatter(call.compressor, flat, total, wire, context)
+    if call.collective.op is ReduceOp.AVG:
+        total.div_(wire.world_size)
+    if total is not output:
+        output.copy_(total)
+
+
+def _describe(call: Squeezed, seed: int) -> str:
+    collective = call.collective
+    assert collective.input is not None
+    op = "" if collective.op is None else f" {collective.op.name}"
+    names = "" if call.parts[0].name is None else f" of {','.join(str(part.name) for part in call.parts)}"
+    return (
+        f"{collective.verb}{op} of {collective.input.numel()} {collective.dtype}, compression {call.compressor.spec}, "
+        f"call {seed}{names}"
+    )
+
+
+# -- the verbs -----------------------------------------------------------------------------------------------------
+
+
+def _all_reduce(compressor: Compressor, flat: torch.Tensor, total: torch.Tensor, wire: Wire, context: Context) -> None:
+    """``total (numel,)`` = the sum of what the ranks send of ``flat (numel,)``; the two may be the same memory."""
+    routes = compressor.routes(context.parts)
+    if len(routes) == 1:
+        _all_reduce_one(routes[0][0], flat, total, wire, context)
+        return
+    pieces = torch.split(flat, [part.numel for part in context.parts])
+    results = torch.split(total, [part.numel for part in context.parts])
+    offset = 0
+    for each, chosen in routes:
+        numel = sum(pieces[index].numel() for index in chosen)
+        joined = wire.workspace.take("route", numel, torch.float32, flat.device)
+        torch.cat([pieces[index] for index in chosen], out=joined)
+        parts = tuple(context.parts[index] for index in chosen)
+        _all_reduce_one(each, joined, joined, wire, context._replace(parts=parts, offset=offset, kept={}))
+        for index, piece in zip(chosen, torch.split(joined, [part.numel for part in parts]), strict=True):
+            results[index].copy_(piece)
+        offset += numel
+
+
+def _all_reduce_one(
+    compressor: Compressor, flat: torch.Tensor, total: torch.Tensor, wire: Wire, context: Context
+) -> None:
+    with wire.timer.encoding():
+        message = compressor.begin(flat, context)
+    if message is None:
+        total.zero_()
+        return
+    if wire.inside is not None and wire.between is not None:
+        _exchange_between_hosts(message, total, wire.inside, wire.between, context)
+    else:
+        _EXCHANGES[message.codec.combine](message, total, wire, context)
+    with wire.timer.decoding():
+        compressor.end(message, total, context)
+
+
+def _reduce_scatter(
+    compressor: Compressor, flat: torch.Tensor, part: torch.Tensor, wire: Wire, context: Context
+) -> None:
+    """``part (numel,)`` = this rank's share of the sum of what the ranks send of ``flat (world_size * numel,)``."""
+    routes = compressor.routes(context.parts)
+    if len(routes) > 1 or routes[0][0].needs_total:
+        total = wire.workspace.take("total", flat.numel(), torch.float32, flat.device)
+        _all_reduce(compressor, flat, total, wire, context)
+        part.copy_(total.view(wire.world_size, -1)[wire.rank])
+        return
+    compressor = routes[0][0]
+    with wire.timer.encoding():
+        message = compressor.begin(flat, context)
+    if message is None:
+        part.zero_()
+        return
+    if message.codec.is_elementwise and message.codec.combine is Combine.SUM:
+        payload = _encoded(message, wire, context)
+        mine = wire.workspace.take("mine", part.numel(), payload.dtype, payload.device)
+        wire.reduce_scatter(mine, payload)
+        with wire.timer.decoding():
+            message.codec.decode(part, mine, context)
+    else:
+        chunks = Chunks(message, wire, context, part.numel(), segments=1)
+        chunks.encode(0)
+        wire.all_to_all(chunks.received[0], chunks.sent[0])
+        chunks.add(0, part)
+    with wire.timer.decoding():
+        compressor.end(message, part, context)
+
+
+def _all_gather(compressor: Compressor, flat: torch.Tensor, whole: torch.Tensor, wire: Wire, context: Context) -> None:
+    """``whole (world_size * numel,)`` = what each rank sent of its ``flat (numel,)``."""
+    compressor = compressor.routes(context.parts)[0][0]
+    with wire.timer.encoding():
+        message = compressor.begin(flat, context)
+    assert message is not None, "wrappers that may send nothing are not for gathers"
+    payload = _encoded(message, wire, context)
+    gathered = wire.workspace.take("gathered", payload.numel() * wire.world_size, payload.dtype, payload.device)
+    wire.all_gather(gathered, payload)
+    with wire.timer.decoding():
+        for rank, (output, each) in enumerate(
+            zip(whole.view(wire.world_size, -1), gathered.view(wire.world_size, -1), strict=True)
+        ):
+            message.codec.decode(output, each, context._replace(rank=rank))
+
+
+# -- the exchanges -------------------------------------------------------------------------------------------------
+
+
+def _encoded(message: Message, wire: Wire, context: Context) -> torch.Tensor:
+    """Returns the payload of the whole input."""
+    codec, numel = message.codec, message.input.numel()
+    with wire.timer.encoding():
+        length = codec.payload_numel(numel, context)
+        payload = wire.workspace.take(f"payload{context.round}", length, codec.wire_dtype, message.input.device)
+        codec.encode(payload, message.input, context, message.residual)
+    return payload
+
+
+def _exchange_sum(message: Message, total: torch.Tensor, wire: Wire, context: Context) -> None:
+    codec = message.codec
+    for round_ in range(codec.rounds):
+        context = context._replace(round=round_)
+        payload = _encoded(message, wire, context)
+        wire.all_reduce(payload)
+        if round_ + 1 < codec.rounds:
+            with wire.timer.decoding():
+                codec.advance(payload, context)
+    with wire.timer.decoding():
+        codec.decode(total, payload, context)
+
+
+def _exchange_gather(message: Message, total: torch.Tensor, wire: Wire, context: Context) -> None:
+    payload = _encoded(message, wire, context)
+    is_dense = payload.nbytes * wire.world_size >= 2 * total.nbytes
+    if message.codec.is_sparse and is_dense:  # the ranks' choices together are nearly everything
+        with wire.timer.decoding():
+            message.codec.decode(total, payload, context)
+        wire.all_reduce(total)
+        return
+    gathered = wire.workspace.take("gathered", payload.numel() * wire.world_size, payload.dtype, payload.device)
+    wire.all_gather(gathered, payload)
+    with wire.timer.decoding():
+        total.zero_()
+        for rank, each in enumerate(gathered.view(wire.world_size, -1)):
+            message.codec.decode(total, each, context._replace(rank=rank), add=True)
+
+
+def _exchange_requantize(message: Message, total: torch.Tensor, wire: Wire, context: Context) -> None:
+    numel = message.input.numel()
+    chunk_numel = chunk_numel_of(numel, wire.world_size)
+    segments = 1
+    if not message.codec.is_sparse and not total.is_cuda:
+        segments = max(1, min(_MAX_SEGMENTS, chunk_numel // _SEGMENT_NUMEL))
+    chunks = Chunks(message, wire, context, chunk_numel, segments)
+    if segments == 1:
+        chunks.encode(0)
+        wire.all_to_all(chunks.received[0], chunks.sent[0])
+        chunks.reduce(0)
+        wire.all_gather(chunks.gathered[0], chunks.reduced[0])
+        chunks.decode(0, total)
+        return
+    with wire.helper() as submit:
+        _run_segments(chunks, segments, total, wire, submit)
+
+
+def _run_segments(
+    chunks: Chunks, segments: int, total: torch.Tensor, wire: Wire, submit: Callable[..., Future[None]]
+) -> None:
+    """See [Note: overlap of encoding and sending]."""
+    encoded = submit(chunks.encode, 0)
+    reduced: Future[None] | None = None
+    for segment in range(segments + 1):
+        before = reduced
+        if segment < segments:
+            encoded.result()
+            if segment + 1 < segments:
+                encoded = submit(chunks.encode, segment + 1)
+            wire.all_to_all(chunks.received[segment], chunks.sent[segment])
+            reduced = submit(chunks.reduce, segment)
+        if before is not None:
+            before.result()
+            wire.all_gather(chunks.gathered[segment - 1], chunks.reduced[segment - 1])
+            submit(chunks.decode, segment - 1, total)
+
+
+def _exchange_between_hosts(
+    message: Message, total: torch.Tensor, inside: Wire, between: Wire, context: Context
+) -> None:
+    """Adds up on this host, compressing nothing; then each rank exchanges its shard with its likes on other hosts."""
+    numel = message.input.numel()
+    shard_numel = -(-numel // inside.world_size)
+    flat, whole = message.input, total
+    if numel != shard_numel * inside.world_size:
+        whole = inside.workspace.take("padded", shard_numel * inside.world_size, torch.float32, flat.device)
+        whole[:numel].copy_(flat)
+        whole[numel:].zero_()
+        flat = whole
+    shard = inside.workspace.take("shard", shard_numel, torch.float32, flat.device)
+    inside.reduce_scatter(shard, flat)
+    start, stop = (min((inside.rank + step) * shard_numel, numel) for step in (0, 1))
+    residual = None if message.residual is None else message.residual[start:stop]
+    own = shard[: stop - start]
+    context = context._replace(rank=between.rank, world_size=between.world_size, offset=context.offset + start)
+    _EXCHANGES[message.codec.combine](Message(message.codec, own, residual), own, between, context)
+    inside.all_gather(whole, shard)
+    if whole is not total:
+        total.copy_(whole[:numel])
+
+
+_EXCHANGES: dict[Combine, Callable[[Message, torch.Tensor, Wire, Context], None]] = {
+    Combine.SUM: _exchange_sum,
+    Combine.GATHER: _exchange_gather,
+    Combine.REQUANTIZE: _exchange_requantize,
+}

@@ -1,0 +1,206 @@
+"""What a group knows of compression: the compressors it was asked for by text, their state, and what they moved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..algorithms.executor import Collective
+from ..compression import Compressor, checked_spec, parse
+from ..errors import CheckpointError, ConfigError
+from ..types import ReduceOp
+from . import compressed
+from .auto_compression import WARM_UP_CALLS, AutoCompression, AutoDecision
+from .compression_wire import CompressionReport, Timer, Tools, Wire, Workspace
+
+if TYPE_CHECKING:
+    from .group import Call, Group
+
+__all__ = ["GroupCompression"]
+
+
+class GroupCompression:
+    """The compression of one group's calls; ``Group.compression``.
+
+    ``last`` reports on the last compressed call of this rank, ``total`` on all. ``measure_error`` (the same on all
+    ranks) lets each call also run exactly, to fill ``last.relative_error``: for looking, not for training.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.last = CompressionReport()
+        self.total = CompressionReport()
+        self.measure_error = False
+        self._group = group
+        self._hosts: tuple[Group, Group] | None = None  # the ranks of this host; those with this local rank
+        self._auto = AutoCompression()
+        self._compressors: dict[str, Compressor] = {}
+        self._workspace = Workspace()
+        self._executor: ThreadPoolExecutor | None = None
+        self._calls = 0
+
+    @property
+    def decisions(self) -> list[AutoDecision]:
+        """What compression="auto" decided in this group, with the numbers; ``str`` of one tells it."""
+        return self._auto.decisions
+
+    def compressor(self, spec: Any) -> Compressor:
+        """Returns the compressor of a text: the same one each time, so that its state goes on. Raises ConfigError."""
+        if isinstance(spec, Compressor):
+            return spec
+        found = self._compressors.get(spec)
+        if found is None:
+            found = self._compressors[spec] = parse(spec)
+        return found
+
+    def explain(self, verb: str, numel: int, dtype: torch.dtype, spec: Any) -> str:
+        """Says what compresses ``verb`` with a largest buffer of ``numel`` elements, and why. Raises ConfigError."""
+        if spec != "auto":
+            return f"Compressed by {self.compressor(checked_spec(spec)).spec}, as the caller asks."
+        share = self._group.world_size if verb == "all_gather_single" else 1
+        kind = verb, numel // share * dtype.itemsize, str(dtype).removeprefix("torch.")
+        found = [str(each) for each in self.decisions if each[:3] == kind]
+        if not found:
+            return f"Compression auto has not decided on such calls yet: the first {WARM_UP_CALLS} are measured."
+        return "\n".join(f"Compression auto, {each}" for each in found)
+
+    def prepare(self, call: Call) -> Callable[[float], CompressionReport]:
+        """Checks ``call`` and returns what runs it within a timeout in seconds. Raises ConfigError."""
+        spec = "none" if call.compression == "auto" else call.compression
+        checked = compressed.check_call(call.verb, call.collectives, self.compressor(spec), call.parts, call.name)
+        is_split = self.is_between_hosts(checked, call.algorithm)
+        if is_split:
+            self._join_hosts()
+        run = self._run_auto if call.compression == "auto" else self._run
+        return lambda timeout_s: run(checked, call.algorithm, timeout_s, is_split)
+
+    def is_between_hosts(self, call: compressed.Squeezed, algorithm: str | None) -> bool:
+        """Says whether ``call`` is compressed between hosts only: if asked by algorithm="hierarchical", and by default.
+
+        Raises ConfigError if it is asked and cannot be.
+        """
+        if call.collective.verb != "all_reduce" or algorithm not in (None, "auto", "hierarchical"):
+            return False
+        hosts = self._group.engine.selector.topology.hosts
+        reason = ""
+        if len(hosts) == 1 or len({len(ranks) for ranks in hosts}) > 1:
+            reason = f"expected several hosts with equally many ranks, got hosts of {[len(ranks) for ranks in hosts]}"
+        elif not all(each.is_for_shards for each, _ in call.compressor.routes(call.parts)):
+            reason = f"compression {call.compressor.spec!r} has to see each rank's own tensor, not the sum of a host"
+        if reason and algorithm == "hierarchical":
+            raise ConfigError(f"algorithm 'hierarchical' with compression: {reason}; leave the algorithm to 'auto'")
+        return not reason and len(hosts[0]) > 1
+
+    def _join_hosts(self) -> None:
+        """Makes the two groups that compression between hosts works on. Called by all ranks, in the caller's thread."""
+        if self._hosts is None:
+            group, topology = self._group, self._group.engine.selector.topology
+            local_rank = topology.local_rank_of(group.rank)
+            inside = group.subgroup(topology.hosts[topology.host_of(group.rank)], f"{group.name}.inside")
+            between = group.subgroup([ranks[local_rank] for ranks in topology.hosts], f"{group.name}.between")
+            assert inside is not None and between is not None, "this rank is in both"
+            self._hosts = inside, between
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the compressors that were asked for by text, each by its text: this rank's, for a
+        checkpoint."""
+        stateful = {spec: each.state_dict() for spec, each in self._compressors.items() if each.is_stateful}
+        return {"compressors": stateful, "calls": self._calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` returned, or ``merge_states`` made of those of all ranks of another world."""
+        if set(state) != {"compressors", "calls"}:
+            raise CheckpointError(
+                f"expected the state of a group's compression, with 'compressors' and 'calls', got {sorted(state)}"
+            )
+        for spec, each in state["compressors"].items():
+            self.compressor(spec).load_state_dict(each)
+        self._calls = int(state["calls"])
+
+    def close(self) -> None:
+        """Ends the helper thread, once it is idle."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+            self._executor = None
+
+    def _run_auto(
+        self, call: compressed.Squeezed, algorithm: str | None, timeout_s: float, is_split: bool
+    ) -> CompressionReport:
+        return self._auto.run(
+            call,
+            self._wire(algorithm, timeout_s, is_split),
+            lambda: self._group.engine.execute(call.collective, algorithm, timeout_s),
+            lambda spec: self._run(call._replace(compressor=self.compressor(spec)), algorithm, timeout_s, is_split),
+        )
+
+    def _run(
+        self, call: compressed.Squeezed, algorithm: str | None, timeout_s: float, is_split: bool
+    ) -> CompressionReport:
+        """Runs a checked call, in the thread whose turn it is; ``is_split``: compressing between hosts only."""
+        start_ns = time.perf_counter_ns()
+        self._calls += 1
+        wire = self._wire(algorithm, timeout_s, is_split)
+        source = call.collective.input
+        assert source is not None, "checked before"
+        exact = source.to(torch.float32, copy=True) if self.measure_error else None
+        compressed.run(call, wire, self._calls, ", measuring the error" if self.measure_error else "")
+        timer, carrier = wire.timer, wire.between or wire
+        share = wire.inside.world_size if wire.inside is not None else 1
+        report = CompressionReport(
+            calls=1,
+            logical_bytes=_plain_bytes(call.collective, carrier.world_size) // share,
+            wire_bytes=carrier.sent_bytes,
+            encode_s=timer.encode_ns / 1e9,
+            exchange_s=timer.exchange_ns / 1e9,
+            decode_s=timer.decode_ns / 1e9,
+            wall_s=(time.perf_counter_ns() - start_ns) / 1e9,
+        )
+        if exact is not None:
+            error = _relative_error(call.collective, exact, self._wire(None, timeout_s))
+            report = report._replace(relative_error=error)
+        self.last, self.total = report, self.total.plus(report)
+        return report
+
+    def _wire(self, algorithm: str | None, timeout_s: float, is_split: bool = False) -> Wire:
+        tools = Tools(self._workspace, Timer(), self._pool)
+        wire = Wire(self._group, tools, None if algorithm == "hierarchical" else algorithm, timeout_s)
+        if is_split:
+            assert self._hosts is not None, "made by prepare"
+            wire.inside, wire.between = (Wire(group, tools, None, timeout_s) for group in self._hosts)
+        return wire
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="pycomm-codec")
+        return self._executor
+
+
+def _plain_bytes(collective: Collective, world_size: int) -> int:
+    """Returns what a rank sends of an uncompressed collective, by an algorithm that sends no byte twice."""
+    assert collective.input is not None
+    nbytes = collective.input.nbytes
+    if collective.verb == "all_gather_single":
+        return nbytes * (world_size - 1)
+    rounds = 2 if collective.verb == "all_reduce" else 1
+    return rounds * nbytes * (world_size - 1) // world_size
+
+
+def _relative_error(collective: Collective, exact: torch.Tensor, wire: Wire) -> float:
+    """Returns |result - exact| / |exact|, after reducing (or gathering) ``exact``, this rank's input, in float32."""
+    assert collective.output is not None
+    reference = torch.empty(collective.output.numel(), dtype=torch.float32, device=exact.device)
+    if collective.verb == "all_gather_single":
+        wire.all_gather(reference, exact)
+    elif collective.verb == "reduce_scatter_single":
+        wire.reduce_scatter(reference, exact)
+    else:
+        reference = exact
+        wire.all_reduce(reference)
+    if collective.op is ReduceOp.AVG:
+        reference.div_(wire.world_size)
+    difference = (collective.output.to(torch.float32) - reference).norm().item()
+    scale = reference.norm().item()
+    return difference / scale if scale else float(difference > 0)

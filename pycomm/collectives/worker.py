@@ -1,0 +1,59 @@
+"""The thread of a group that runs its asynchronous calls, in the order in which they were made."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+__all__ = ["Worker"]
+
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class Worker:
+    """One thread, started at the first job. It holds its queue alone, so that the group can be collected."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Future[Any] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every job has been waited for by ``wait``."""
+        return self._last is None
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs on the worker's own thread: it may not wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, job: Callable[[], None], done: Future[Any]) -> None:
+        """Runs ``job``, which completes ``done``, after those before it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread.start()
+        self._last = done
+        self._jobs.put(job)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Blocks until every job is done; returns False if ``timeout_s`` ran out before."""
+        if self._last is not None:
+            if not wait([self._last], timeout_s).done:
+                return False
+            self._last = None
+        return True
+
+    def stop(self) -> None:
+        """Ends the thread after its last job."""
+        self._jobs.put(None)
+
+
+def _work_off(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # its tensors are not kept until the next one comes

@@ -1,0 +1,92 @@
+"""Buffers of compressors, keyed by parameter name: they outlive bucket layouts, checkpoints and worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, ConfigError
+from .base import Part, check_named
+
+__all__ = ["NamedBuffers", "merge_states"]
+
+
+class NamedBuffers:
+    """A float32 vector for each parameter, zero at first; contiguous for the parameters that are reduced together.
+
+    Not safe for several threads; a group calls its compressors one at a time.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._views: dict[str, torch.Tensor] = {}
+        self._wholes: dict[tuple[str | None, ...], torch.Tensor] = {}
+
+    def get(self, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
+        """Returns the buffer ``(numel,)`` of ``parts``, in their order, on the device of ``like``.
+
+        The same memory as long as the parts stay together; in another layout, their values there. Raises ConfigError
+        for parts without a name, and for a part that has another number of elements than before.
+        """
+        key = tuple(part.name for part in parts)
+        whole = self._wholes.get(key)
+        if whole is None or whole.device != like.device or whole.numel() != like.numel():
+            whole = self._lay_out(parts, like)
+            self._wholes = {each: kept for each, kept in self._wholes.items() if not set(each) & set(key)}
+            self._wholes[key] = whole
+        return whole
+
+    def _lay_out(self, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
+        check_named(parts, self._who)
+        whole = torch.zeros(sum(part.numel for part in parts), dtype=torch.float32, device=like.device)
+        for part, view in zip(parts, torch.split(whole, [part.numel for part in parts]), strict=True):
+            assert part.name is not None, "checked above"
+            kept = self._views.get(part.name)
+            if kept is not None and kept.numel() != part.numel:
+                raise ConfigError(
+                    f"compression {self._who!r}: {part.name!r} has {part.numel} elements, and had {kept.numel()} when "
+                    f"its state was made; use another name, or another compressor, for another tensor"
+                )
+            if kept is not None:
+                view.copy_(kept)
+            self._views[part.name] = view
+        return whole
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of each parameter's vector, on the CPU."""
+        return {name: view.detach().cpu().clone() for name, view in self._views.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replaces everything by ``state``."""
+        self._wholes = {}
+        self._views = {name: tensor.detach().to(torch.float32).clone().view(-1) for name, tensor in state.items()}
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Makes one state from those of all ranks of a world, for every rank of a world of another size.
+
+    Each buffer becomes the mean over the ranks, which keeps the mean of what they still owe: after averaging gradients
+    over the new world, the same correction arrives. Counters must agree. Raises CheckpointError if they do not, or if
+    the states are not of one compressor.
+    """
+    if not states:
+        raise CheckpointError("merge_states: expected the states of all ranks, got none")
+    first, *others = states
+    if any(set(other) != set(first) for other in others):
+        raise CheckpointError(
+            f"merge_states: the states have different entries: {[sorted(state) for state in states]}; "
+            f"expected those of one compressor on all ranks"
+        )
+    return {key: _merge(key, [state[key] for state in states]) for key in first}
+
+
+def _merge(key: str, values: list[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return merge_states(values)
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values).mean(0)
+    if any(value != values[0] for value in values):
+        raise CheckpointError(f"merge_states: {key!r} differs between the ranks: {values}; are they of one step?")
+    return values[0]

@@ -1,0 +1,94 @@
+"""Error feedback: what one call does not send, a later one does.
+
+``classic``: the residual e is added to the next input; the codec sends C(x + e) and e = x + e - C(x + e). Seide et al.
+2014; Karimireddy et al., ICML 2019 (arXiv 1901.09847). ``ef21``: each rank keeps an estimate g of its own input and
+sends C(x - g); the result is the sum of the estimates. Richtarik et al., NeurIPS 2021 (arXiv 2106.05203), Algorithm 1.
+
+Costs one float32 an element (ef21: two), and needs the tensors' names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ..base import Compressor, Context, Message
+from ..state import NamedBuffers
+from ._base import Wrapper
+
+__all__ = ["ErrorFeedback", "make"]
+
+MODES = ("classic", "ef21")
+
+
+@dataclass(eq=False)
+class ErrorFeedback(Wrapper):
+    """Feeds back the error of ``inner``; ``mode`` is "classic" or "ef21"."""
+
+    inner: Compressor
+    mode: str = "classic"
+
+    name = "error_feedback"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode not in MODES:
+            raise ConfigError(f"error_feedback: unknown mode {self.mode!r}; known: {', '.join(MODES)}")
+        if isinstance(self.inner, Wrapper):
+            raise ConfigError(
+                f"error_feedback stands directly around a codec, not around {self.inner.name}; swap the two"
+            )
+        self._residuals = NamedBuffers(self.spec)  # classic: e; ef21: this rank's estimate g
+        self._means = NamedBuffers(self.spec)  # ef21: the mean of all ranks' estimates
+
+    @property
+    def needs_total(self) -> bool:  # type: ignore[override]
+        return self.mode == "ef21" or self.inner.needs_total
+
+    @property
+    def is_for_shards(self) -> bool:  # type: ignore[override]
+        return self.mode == "classic" and self.inner.is_for_shards
+
+    @property
+    def is_for_gathers(self) -> bool:  # type: ignore[override]
+        return self.mode == "classic" and self.inner.is_for_gathers
+
+    def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
+        message = self.inner.begin(flat, context)
+        kept = self._residuals.get(context.parts, flat)
+        if message is None:
+            return None
+        if self.mode == "classic":
+            return message._replace(residual=kept)
+        difference = flat - kept
+        return message._replace(input=difference, residual=torch.zeros_like(difference))
+
+    def end(self, message: Message, total: torch.Tensor, context: Context) -> None:
+        if self.mode == "classic":
+            return
+        assert message.residual is not None, "begin made one"
+        # residual is now x - g - C: what is left between the input and the new estimate.
+        kept = self._residuals.get(context.parts, total)
+        kept.add_(message.input).sub_(message.residual)
+        mean = self._means.get(context.parts, total)
+        mean.add_(total, alpha=1 / context.world_size)
+        torch.mul(mean, context.world_size, out=total)
+
+    def residual(self, *names: str) -> torch.Tensor:
+        """Returns a copy of what is still owed of the named tensors, in classic mode; of the estimates, in ef21."""
+        state = self._residuals.state_dict()
+        return torch.cat([state[name] for name in names])
+
+    def _own_state(self) -> dict[str, Any]:
+        own = {"residuals": self._residuals.state_dict()}
+        return own if self.mode == "classic" else own | {"means": self._means.state_dict()}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        self._residuals.load_state_dict(state["residuals"])
+        self._means.load_state_dict(state.get("means", {}))
+
+
+make = ErrorFeedback

@@ -1,0 +1,258 @@
+"""Who of a group's ranks lives: for transports that have no such eye of their own (MPI, gloo).
+
+[Note: watching]
+Nobody sends heartbeats. On one host every rank holds a pidfd of every other one and looks at them when a wait turns
+long (``SLICE_S``): the kernel knows at once who ended, of what, and never takes one process for another. Between hosts,
+and for what a pidfd does not show (a rank that was interrupted, that ran out of time, that closed the group), the ranks
+leave word in the job's store, where a rank that waits looks now and then. What broke a group is written there once, by
+the rank that finds it; the first discovery is everybody's.
+
+A rank that has ended or closed may have done all that was asked of it, and its last bytes may still be under way. So a
+closed rank counts only in a call that it did not make, and a dead one only after one more slice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed
+
+from ..errors import NativeUnavailableError
+from ..ops import native
+from ..topology import host_id
+from ._wording import NO_STATUS, Failure, Place, failed
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["SLICE_S", "Watch"]
+
+SLICE_S = 5e-3  # of waiting, between two looks at the processes
+_ASK_STORE_S = 0.03  # of waiting, between two looks at the store; grows to
+_ASK_STORE_AT_MOST_S = 0.5
+_SUSPICION_S = 0.3  # how long a broken connection may stay unexplained
+
+
+class Process(NamedTuple):
+    """A rank's process. ``start`` tells it from a later one of the same pid; ``fd`` is its pidfd, or one of the codes
+    below.
+    """
+
+    pid: int
+    start: str
+    place: str  # host and pid namespace
+    fd: int = -1
+
+
+class _Processes:
+    """The processes of the ranks of ``init``; groups made from it share them. Closes the pidfds with the last."""
+
+    def __init__(self, members: Sequence[Process]) -> None:
+        self.members = tuple(members)
+
+    def __del__(self) -> None:
+        for member in self.members:
+            if member.fd >= 0:
+                os.close(member.fd)
+
+
+class Watch:
+    """The ranks of one group, as seen from this one. ``failure`` is what broke the group, None as long as it works."""
+
+    def __init__(self, processes: _Processes, ranks: Sequence[int], rank: int, store: Store | None) -> None:
+        """``ranks`` are the members by their rank in ``init``, ``store`` this group's own part of the job's store."""
+        self.failure: Failure | None = None
+        self._processes = processes
+        self._ranks = tuple(ranks)
+        self._rank = rank
+        self._store: Any = store
+        self._members = [processes.members[member] for member in ranks] if processes.members else []
+        self._poll = select.poll()
+        self._fds = {member.fd: index for index, member in enumerate(self._members) if member.fd >= 0}
+        for fd in self._fds:
+            self._poll.register(fd, select.POLLIN)
+        self._suspect = -1
+        self._next_ask = 0.0
+        self._ask_s = _ASK_STORE_S
+
+    @classmethod
+    def connect(cls, store: Store, rank: int, world_size: int) -> Watch:
+        """Tells the others which process this is, and learns theirs. Called by every rank."""
+        keys = [f"process{member}" for member in range(world_size)]
+        store.set(keys[rank], json.dumps(_this_process()))
+        store.wait(keys)
+        can_multi_get = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
+        told = store.multi_get(keys) if can_multi_get else [store.get(key) for key in keys]
+        members = []
+        for member, value in enumerate(told):
+            pid, start, place = json.loads(value)
+            members.append(_look_up(Process(int(pid), str(start), str(place)), member == rank))
+        return cls(_Processes(members), range(world_size), rank, _part(store, "watch"))
+
+    @classmethod
+    def nobody(cls, rank: int) -> Watch:
+        """A watch that sees no process and has no store: all it does is to remember ``failure``."""
+        return cls(_Processes(()), (), rank, None)
+
+    def split(self, ranks: Sequence[int], rank: int, key: str) -> Watch:
+        """Returns the watch of a new group of ``ranks`` of this one, where this rank is ``rank``."""
+        members = [self._ranks[member] for member in ranks] if self._ranks else ()
+        store = None if self._store is None else _part(self._store, key)
+        return Watch(self._processes, members, rank, store)
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def start_wait(self) -> None:
+        """To be called when a wait turns long, before the first ``look`` of it."""
+        self._suspect = -1
+        self._ask_s = _ASK_STORE_S
+        self._next_ask = time.monotonic() + self._ask_s
+
+    def look(self, call: int, peer: int = -1) -> Failure | None:
+        """Looks around once and says what broke the group, if anything has.
+
+        In a wait of collective ``call``, or, after it, for a message of rank ``peer``.
+        """
+        if self.failure is not None:
+            return self.failure
+        dead = self._find_dead()
+        if dead >= 0 and self._suspect == dead:
+            if dead == peer or not self._has_made(dead, call):
+                self.announce("lost", dead)
+        else:
+            self._suspect = dead
+        if self._store is not None and time.monotonic() >= self._next_ask:
+            self._ask_s = min(2 * self._ask_s, _ASK_STORE_AT_MOST_S)
+            self._ask(call, peer)
+            self._next_ask = time.monotonic() + self._ask_s
+        return self.failure
+
+    def explain(self, call: int, peer: int = -1) -> Failure:
+        """Says who is behind a connection that broke. Looks for a while: its process may just be ending."""
+        deadline = time.monotonic() + _SUSPICION_S
+        self.start_wait()
+        while time.monotonic() < deadline:
+            if self.look(call, peer) is not None or self._ask(call, peer) is not None:
+                break
+            time.sleep(2e-3)
+        if self.failure is None:
+            self.failure = Failure("lost", peer, self._members[peer].pid if peer >= 0 and self._members else 0)
+        return self.failure
+
+    def raise_if_broken(self, place: Place) -> None:
+        """Raises what broke the group, if anything has."""
+        if self.failure is not None:
+            raise failed(place, self.failure)
+
+    # -- telling ----------------------------------------------------------------------------------------------------
+
+    def announce(self, kind: str, rank: int) -> None:
+        """Declares the group broken, here and, through the store, for the other ranks. The first to do so is right."""
+        pid = self._members[rank].pid if self._members else 0
+        status = _exit_status(self._members[rank]) if kind == "lost" and self._members else NO_STATUS
+        mine = Failure(kind, rank, pid, status)
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with the rank
+                if self._store.add("failures", 1) == 1:
+                    self._store.set("failure", json.dumps(mine))
+                    self._store.set("news", "1")
+                else:
+                    mine = self._told() or mine
+        self.failure = self.failure or mine
+
+    def close(self, calls: int) -> None:
+        """Tells the others that this rank leaves after ``calls`` collectives."""
+        if self._store is not None and self.failure is None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"closed{self._rank}", str(calls))
+                self._store.set("news", "1")
+        self._store = None
+
+    def _ask(self, call: int, peer: int) -> Failure | None:
+        """Reads what the others left in the store."""
+        try:
+            if self._store is None or not self._store.check(["news"]):
+                return self.failure
+            self.failure = self.failure or self._told()
+            for rank in range(len(self._ranks)):
+                made = None if rank == self._rank else self._closed_at(rank)
+                if self.failure is None and made is not None and (made < call or rank == peer):
+                    self.failure = Failure("closed", rank, self._members[rank].pid if self._members else 0)
+        except RuntimeError:  # the store has gone with the process that kept it; the pidfds remain
+            self._store = None
+        return self.failure
+
+    def _told(self) -> Failure | None:
+        if not self._store.check(["failure"]):
+            return None
+        return Failure(*json.loads(self._store.get("failure")))
+
+    def _closed_at(self, rank: int) -> int | None:
+        """Returns after how many collectives a rank closed the group, None if it has not."""
+        key = f"closed{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def _has_made(self, rank: int, call: int) -> bool:
+        """Says whether a rank, now dead, had made this call and closed the group in good order."""
+        try:
+            made = None if self._store is None else self._closed_at(rank)
+        except RuntimeError:
+            return False
+        return made is not None and made >= call
+
+    def _find_dead(self) -> int:
+        """Returns a rank whose process has ended, -1 if there is none in sight."""
+        found = [self._fds[fd] for fd, _ in self._poll.poll(0)]
+        found += [rank for rank, member in enumerate(self._members) if member.fd == _GONE]
+        return min(found, default=-1)
+
+
+_OUT_OF_SIGHT = -1
+_GONE = -2  # had ended before it could be looked up
+
+
+def _this_process() -> tuple[int, str, str]:
+    namespace = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+    return os.getpid(), _start_of(os.getpid()), f"{host_id()}/{namespace}"
+
+
+def _start_of(pid: int) -> str:
+    """Returns when a process was started, in clock ticks since boot; "" if it is not there."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _look_up(member: Process, is_self: bool) -> Process:
+    """Returns ``member`` with its pidfd, if it is of this host and not this process itself."""
+    if is_self or member.place != _this_process()[2]:
+        return member
+    try:
+        fd = os.pidfd_open(member.pid)
+    except ProcessLookupError:
+        return member._replace(fd=_GONE)
+    except OSError:  # the kernel is older than 5.3, or out of descriptors
+        return member._replace(fd=_OUT_OF_SIGHT)
+    if _start_of(member.pid) == member.start:
+        return member._replace(fd=fd)
+    os.close(fd)  # another process has its pid by now
+    return member._replace(fd=_GONE)
+
+
+def _exit_status(member: Process) -> int:
+    try:
+        return native().exit_status(member.fd, member.pid) if member.fd >= 0 else NO_STATUS
+    except NativeUnavailableError:
+        return NO_STATUS
+
+
+def _part(store: Any, name: str) -> Any:
+    return torch.distributed.PrefixStore(name, store)  # type: ignore[attr-defined]

@@ -1,0 +1,246 @@
+"""The words of every error about a call that failed between ranks: the one place where they are written.
+
+All transports, native ones too (``from_native``), build their errors here, so a death, a timeout or a disagreement
+reads the same whatever carries the bytes: verb and sequence number, group, this rank; the other rank, its pid and what
+became of it; what each side passed; what to do.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, PycommError, TransportError
+from ..types import VERBS, ReduceOp, dtype_of_code
+
+__all__ = [
+    "CALLS",
+    "Failure",
+    "Place",
+    "describe_call",
+    "failed",
+    "fate",
+    "forked",
+    "from_native",
+    "mismatch",
+    "other_thread",
+    "splits_differ",
+    "timed_out",
+    "used_closed",
+    "wrong_size",
+]
+
+# Codes of what ranks call, shared with csrc/shm/group.h; new_group has none there.
+CALLS = (
+    "barrier",
+    "all_reduce",
+    "reduce",
+    "reduce_scatter_single",
+    "broadcast",
+    "all_gather_single",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+    "new_group",
+)
+_REDUCES = ("all_reduce", "reduce", "reduce_scatter_single")
+_HAS_ROOT = ("reduce", "broadcast", "gather", "scatter")
+assert set(CALLS) == {*VERBS, "new_group"}
+
+_E = TypeVar("_E", bound=PycommError)
+
+NEW_GROUP = "the group is broken, make a new one of the ranks that live"
+NO_STATUS = -1  # nobody can say how a process ended
+
+
+class Place(NamedTuple):
+    """Where an error happened: the call ``seq`` of a group, on one of its ranks."""
+
+    verb: str
+    seq: int
+    group: str
+    rank: int
+    world_size: int
+
+    def __str__(self) -> str:
+        is_message = " " in self.verb  # "receiving 4 bytes from rank 1": its number is that of the collective before it
+        call = f"{self.verb}, after #{self.seq}," if is_message else f"{self.verb} #{self.seq}"
+        return f"{call} on group {self.group!r}, rank {self.rank} of {self.world_size}"
+
+
+class Failure(NamedTuple):
+    """What broke a group, as its ranks tell one another.
+
+    ``kind`` is "lost", "closed", "interrupted" or "timeout"; ``status`` is how the process of ``rank`` ended, as
+    ``os.waitpid`` encodes it.
+    """
+
+    kind: str
+    rank: int
+    pid: int = 0
+    status: int = NO_STATUS
+
+
+def fate(status: int) -> str:
+    """Returns what became of a process, from its status as ``os.waitpid`` encodes it; -1 if nobody knows."""
+    if status < 0:
+        return "its process has ended"
+    number = status & 0x7F
+    if number == 0:
+        return f"exited with status {status >> 8 & 0xFF}"
+    try:
+        return f"killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"killed by signal {number}"
+
+
+def describe_call(verb: str, op: int, dtype: int, numel: int, root: int, algorithm: str = "") -> str:
+    """Returns ``all_reduce(SUM, float32, 1024 elements)``; ``op`` and ``dtype`` are codes."""
+    parts = []
+    if verb in _REDUCES:
+        parts.append(ReduceOp(op).name)
+    if verb not in ("barrier", "new_group"):
+        parts.append(dtype_of_code(dtype).name)
+        if verb != "all_to_all_single":  # its splits are compared on their own
+            parts.append(f"{numel} elements")
+    if verb in _HAS_ROOT:
+        parts.append(f"root {root}")
+    if algorithm:
+        parts.append(f"algorithm {algorithm}")
+    return f"{verb}({', '.join(parts)})"
+
+
+def failed(place: Place | str, failure: Failure) -> TransportError:
+    """Returns the error of a call on a group that ``failure`` broke."""
+    pid = f"pid {failure.pid}" if failure.pid else "pid unknown"
+    if failure.rank < 0:
+        gone = "lost a rank on another host (its connection is gone, its pid is unknown)"
+        return _located(PeerLostError(f"{place}: {gone}; {NEW_GROUP}"))
+    who = f"rank {failure.rank} ({pid})"
+    if failure.kind == "lost":
+        text = f"lost {who}: {fate(failure.status)}; {NEW_GROUP}"
+    elif failure.kind == "closed":
+        text = f"{who} has closed the group; every rank must make the same calls before it closes"
+    elif failure.kind == "interrupted":
+        text = (
+            f"{who} was interrupted (Ctrl-C, or a signal handler that raised) in the middle of a call, so the ranks "
+            f"are out of step; the group is broken, make a new one"
+        )
+    else:
+        text = f"{who} ran out of time in this group; the group is broken, make a new one"
+        return _located(CollectiveTimeoutError(f"{place}: {text}"))
+    return _located(PeerLostError(f"{place}: {text}", failure.rank))
+
+
+def timed_out(place: Place | str, limit_s: float, awaited: str = "", is_broken: bool = True) -> CollectiveTimeoutError:
+    """Returns the error of a call that had ``limit_s``; ``awaited`` says whom it waited for, if that is known."""
+    whom = f", waiting for {awaited}, which is alive but has not arrived" if awaited else ""
+    after = "; then make a new group, this one is broken" if is_broken else ""
+    return _located(
+        CollectiveTimeoutError(
+            f"{place}: did not finish within {limit_s:.3g} s{whom}; see whether every rank makes the same calls, or "
+            f"pass a longer timeout={after}"
+        )
+    )
+
+
+def mismatch(place: Place | str, rows: Sequence[str]) -> CollectiveMismatchError:
+    """Returns the error of ranks that called different things: ``rows[r]`` is what rank r called."""
+    listed = "".join(f"\n  rank {rank}: {row}" for rank, row in enumerate(rows))
+    return _located(
+        CollectiveMismatchError(
+            f"{place}: the ranks called different collectives:{listed}\nNo buffer was written. Make the ranks call the "
+            f"same collectives with the same arguments, in the same order."
+        )
+    )
+
+
+def splits_differ(place: Place | str, source: int, target: int, sent: int, expected: int) -> CollectiveMismatchError:
+    """Returns the error of an all-to-all whose splits do not fit together."""
+    return _located(
+        CollectiveMismatchError(
+            f"{place}: rank {source} sends {sent} elements to rank {target}, and rank {target} expects {expected} "
+            f"from rank {source}\nNo buffer was written. Entry j of rank i's input splits must be entry i of rank j's "
+            f"output splits."
+        )
+    )
+
+
+def wrong_size(place: Place | str, source: int, tag: int, expected: int, got: int) -> CollectiveMismatchError:
+    """Returns the error of a receive whose message has another byte count."""
+    return _located(
+        CollectiveMismatchError(
+            f"{place}: the message from rank {source} with tag {tag} has another size: expected {expected} bytes, got "
+            f"{got}; no buffer was written. Make both ranks pass tensors of the same size and dtype."
+        )
+    )
+
+
+def used_closed(place: Place | str) -> TransportError:
+    """Returns the error of a call on a group that this very rank has closed."""
+    return _located(TransportError(f"{place}: this rank has closed the group; make a new one"))
+
+
+def other_thread(place: Place | str) -> TransportError:
+    """Returns the error of two threads in one group."""
+    return _located(
+        TransportError(
+            f"{place}: another thread is inside a collective of this group; use one thread a group at a time"
+        )
+    )
+
+
+def forked(place: Place | str) -> TransportError:
+    """Returns the error of a call in a process that was forked from a rank."""
+    return _located(
+        TransportError(
+            f"{place}: this process was forked from a rank and is not one; call pycomm.init in it, or use the group in "
+            f"the parent"
+        )
+    )
+
+
+def from_native(
+    kind: str, where: tuple[str, int, str, int, int], numbers: Sequence[int], calls: Sequence[tuple[int, int]]
+) -> PycommError:
+    """Returns the error for what csrc/shm threw; called by csrc/bindings/shm_errors.cpp.
+
+    ``where`` is a Place; ``numbers`` and ``calls`` (a header's word and numel, one a rank) depend on ``kind``.
+    """
+    place = Place(*where)
+    if kind in ("lost", "closed", "interrupted", "timeout"):
+        rank, pid, status = numbers
+        return failed(place, Failure(kind, rank, pid, status))
+    if kind == "late":
+        rank, pid, limit_ns = numbers
+        awaited = f"rank {rank} (pid {pid})" if rank >= 0 else ""
+        return timed_out(place, limit_ns / 1e9, awaited, is_broken=True)
+    if kind == "calls":
+        return mismatch(place, [_describe_word(word, numel) for word, numel in calls])
+    if kind == "splits":
+        return splits_differ(place, *numbers)
+    if kind == "size":
+        return wrong_size(place, *numbers)
+    if kind == "no memory":
+        source, tag, nbytes = numbers
+        text = f"rank {source} sends {nbytes % 2**64} bytes (tag {tag}) that nobody here has asked for"
+        after = "there is no memory to keep them; the group is broken, make a new one"
+        return _located(TransportError(f"{place}: {text}, and {after}"))
+    return {"closed by this rank": used_closed, "other thread": other_thread, "forked": forked}[kind](place)
+
+
+def _describe_word(word: int, numel: int) -> str:
+    """Describes a header's ``call`` word; see encode() in csrc/shm/group.cpp."""
+    verb, op, dtype, is_plan, root = word & 0xFF, word >> 8 & 0xFF, word >> 16 & 0xFF, word >> 24 & 0xFF, word >> 32
+    if verb >= len(CALLS):
+        return "(unreadable)"
+    if is_plan:  # what it is about comes in the frame that follows
+        return f"{CALLS[verb]}(...), {'' if CALLS[verb] == 'new_group' else 'by another algorithm'}".rstrip(", ")
+    return describe_call(CALLS[verb], op, dtype, numel, root)
+
+
+def _located(error: _E) -> _E:
+    """Marks that ``error`` says where it happened, so that nobody says it again."""
+    error._is_located = True  # type: ignore[attr-defined]
+    return error

@@ -1,0 +1,360 @@
+"""Several hosts: shared memory carries what stays on a host, MPI or gloo what leaves it.
+
+Messages go by the peer's host. all_reduce over hosts of equal size is composed of both (``_mixed_reduce.py``); the
+other collectives run as plans, which know the hosts: `hierarchical` sends no byte to another host that it need not.
+
+[Note: messages from any rank]
+A receive from any rank would have to wait on two transports, and to be withdrawn from one when the other has the
+message; gloo cannot withdraw. So whoever sends a message of a user announces it: a few bytes with a tag of their own,
+ahead of the message. The receiver listens to announcements, one standing receive a transport, from its first receive
+on. It then knows what is on its way, and a receive from any rank becomes one from the rank whose announcement nobody
+has taken. Messages of collectives are not announced: their peers are known.
+
+[Note: one failure for both]
+What fails in one transport ends the group in both: the rank that got the error closes both, so whoever waits for it,
+on its host or on another, gets an error too, and closes its own. So a death reaches every rank of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import CollectiveTimeoutError, PeerLostError, PycommError, TransportError
+from ..topology import Topology, detect_launch
+from ..types import ReduceOp
+from . import ConnectSpec
+from . import connect as connect_by
+from ._mixed_reduce import ColumnReduce
+from .base import Request, Transport
+
+__all__ = ["FIRST_OWN_TAG", "MixedTransport", "connect"]
+
+_log = logging.getLogger("pycomm")
+
+# Announcements have this tag; the tags above it are those of collectives, the ones below are the users'.
+FIRST_OWN_TAG = 32761
+_FOR_EVER_S = 1e9
+
+
+class MixedTransport(Transport):
+    """Joins ranks on several hosts by two transports: ``inner`` those of this host, ``outer`` all of them."""
+
+    name: ClassVar[str] = "mixed"
+
+    def __init__(self, inner: Transport, outer: Transport, topology: Topology) -> None:
+        """Takes both, which it closes. Ranks of ``inner`` are the local ranks of ``topology``."""
+        self.inner = inner
+        self.outer = outer
+        self.topology = topology
+        self.rank = outer.rank
+        self.world_size = outer.world_size
+        self.devices = inner.devices & outer.devices
+        self._timeout_s = outer.timeout_s
+        self._neighbours = topology.hosts[topology.host_of(self.rank)]
+        self._local = {rank: index for index, rank in enumerate(self._neighbours)}
+        self._starting = threading.Lock()  # one thread at a time calls a transport
+        self._lost: PeerLostError | None = None  # what ended both
+        self._arrivals = _Arrivals(self)
+        if len(set(map(len, topology.hosts))) == 1:  # else the ranks' shards do not match; a plan finds how they do
+            column = [ranks[inner.rank] for ranks in topology.hosts]
+            host = topology.host_of(self.rank)
+            self._column = ColumnReduce(inner, column, host, self.start, FIRST_OWN_TAG + 1)
+            self.native = frozenset({"all_reduce"})
+
+    @property
+    def timeout_s(self) -> float:
+        """The timeout of calls that name none, in seconds, of both transports."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = self.inner.timeout_s = self.outer.timeout_s = timeout_s
+
+    def allocate(self, nbytes: int) -> Any:
+        """Returns memory that every rank of this host can reach, as ``ShmTransport.allocate`` does."""
+        allocate: Callable[[int], Any] = getattr(self.inner, "allocate")  # noqa: B009
+        return allocate(nbytes)
+
+    # -- agreement and failure ----------------------------------------------------------------------------------------
+
+    def can_agree(self, device_type: str) -> bool:
+        return self.outer.can_agree(device_type)
+
+    def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+        self.outer.calls, self.outer.group_name = self.calls, self.group_name  # it words what goes wrong
+        with self.ending_both():
+            return self.outer.exchange(frame, verb, timeout_s)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a failure has ended this group for good, as far as this rank knows."""
+        return self.outer.is_broken or self.inner.is_broken
+
+    def abandon(self) -> None:
+        self.outer.abandon()
+        self.inner.abandon()
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
+        return verb in self.native and self.inner.supports("reduce_scatter_single", dtype, op)
+
+    def all_reduce(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        is_average, its_op = op is ReduceOp.AVG, op
+        if is_average and input.itemsize < 4:  # divided first, as plans do it, so that the sum does not overflow
+            is_average, its_op, factor = False, ReduceOp.PREMUL_SUM, 1.0 / self.world_size
+        with self.ending_both():
+            self._column.run(output, input, ReduceOp.SUM if is_average else its_op, factor, limit_s)
+        if is_average:
+            output.div_(self.world_size)
+
+    # -- point to point -----------------------------------------------------------------------------------------------
+
+    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
+        if tag >= FIRST_OWN_TAG:
+            return self.start(flat, peer, tag, is_send=True)
+        announcement = self.start(torch.tensor([tag]), peer, FIRST_OWN_TAG, is_send=True)
+        return _Announced(announcement, self.start(flat, peer, tag, is_send=True))
+
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
+        if tag < FIRST_OWN_TAG:
+            return self._arrivals.receive(flat, peer, tag)
+        assert peer is not None, "only users receive from any rank"
+        return self.start(flat, peer, tag, is_send=False)
+
+    def start(self, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> _Routed:
+        """Starts a message, unannounced, on the way to or from ``peer``."""
+        local = self._local.get(peer)
+        part, its_rank = (self.outer, peer) if local is None else (self.inner, local)
+        with self.ending_both(), self._starting:
+            request = part.isend(flat, its_rank, tag) if is_send else part.irecv(flat, its_rank, tag)
+        return _Routed(self, request, peer)
+
+    def listen(self, part: Transport, box: torch.Tensor) -> int:
+        """Waits for an announcement in ``part``; returns the rank in this group of who made it."""
+        with self._starting:
+            request: Any = part.irecv(box, None, FIRST_OWN_TAG)
+        request.wait(_FOR_EVER_S)
+        return int(self._neighbours[request.source] if part is self.inner else request.source)
+
+    @contextlib.contextmanager
+    def ending_both(self) -> Iterator[None]:
+        """See [Note: one failure for both]. Later calls say again which rank was lost."""
+        if self._lost is not None:
+            text = f"an earlier call failed, so the group is broken, make a new one; it said: {self._lost}"
+            raise PeerLostError(text, self._lost.rank)
+        try:
+            yield
+        except TransportError as error:
+            self._lost = error if isinstance(error, PeerLostError) else None
+            self.close()
+            raise
+
+    # -- lifetime -----------------------------------------------------------------------------------------------------
+
+    def split(self, ranks: Sequence[int] | None, key: int) -> Transport | None:
+        if ranks is None or self.rank not in ranks:
+            return None
+        topology = Topology.of_hosts([self.topology.host_of(rank) for rank in ranks])
+        neighbours = [self._local[rank] for rank in ranks if rank in self._local]
+        return _join(topology, lambda: self.inner.split(neighbours, key), lambda: self.outer.split(ranks, key))
+
+    def close(self) -> None:
+        self._arrivals.close()
+        self.inner.close()
+        self.outer.close()
+
+
+class _Routed(Request):
+    """A message on its way in one of the two; ``source`` is the rank in the whole group."""
+
+    def __init__(self, transport: MixedTransport, request: Request, peer: int) -> None:
+        self.source = peer
+        self._transport = transport
+        self._request = request
+
+    def test(self) -> bool:
+        with self._transport.ending_both():
+            return self._request.test()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        with self._transport.ending_both():
+            self._request.wait(timeout_s)
+
+
+class _Announced(Request):
+    """A message of a user, and its announcement, which must live as long."""
+
+    def __init__(self, announcement: Request, message: Request) -> None:
+        self._both = announcement, message
+
+    def test(self) -> bool:
+        return all(request.test() for request in self._both)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        for request in reversed(self._both):
+            request.wait(timeout_s)
+
+
+# -- messages from any rank -------------------------------------------------------------------------------------------
+
+
+class _Arrivals:
+    """Which messages of users are announced and not yet taken; see [Note: messages from any rank]."""
+
+    def __init__(self, transport: MixedTransport) -> None:
+        self._transport = transport
+        self._changed = threading.Condition()  # guards what follows
+        self._left: Counter[tuple[int, int]] = Counter()  # by (peer, tag): announced - taken; may be negative
+        self._error: PycommError | None = None
+        self._is_listening = False
+        self._is_closed = False
+
+    @property
+    def timeout_s(self) -> float:
+        """The transport's."""
+        return self._transport.timeout_s
+
+    def receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        """As ``Transport.irecv``."""
+        self._start_listening()
+        if peer is None:
+            return _FromAny(self, flat, tag)
+        with self._changed:
+            self._left[peer, tag] -= 1
+        return self._transport.start(flat, peer, tag, is_send=False)
+
+    def match(self, flat: torch.Tensor, tag: int, timeout_s: float) -> _Routed | None:
+        """Starts receiving a message with ``tag`` from whoever has announced one; None if nobody has in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._sender(tag) is not None, timeout_s)
+            peer = self._sender(tag)
+            if peer is not None:
+                self._left[peer, tag] -= 1
+            elif self._error is not None:
+                raise self._error
+        return None if peer is None else self._transport.start(flat, peer, tag, is_send=False)
+
+    def no_sender(self, tag: int, limit_s: float) -> CollectiveTimeoutError:
+        """Returns the error that says that nobody has sent."""
+        return CollectiveTimeoutError(
+            f"rank {self._transport.rank} waited {limit_s:.3g} s for a message from any rank with tag {tag}, none "
+            f"came; see whether a rank sends one, or raise the timeout"
+        )
+
+    def close(self) -> None:
+        """Lets the listeners end; they do once their transports are closed."""
+        self._is_closed = True
+
+    def _sender(self, tag: int) -> int | None:
+        return next((peer for (peer, its_tag), left in self._left.items() if its_tag == tag and left > 0), None)
+
+    def _start_listening(self) -> None:
+        if self._is_listening:
+            return
+        self._is_listening = True
+        for part in (self._transport.inner, self._transport.outer):
+            threading.Thread(target=self._listen, args=(part,), name="pycomm-arrivals", daemon=True).start()
+
+    def _listen(self, part: Transport) -> None:
+        tag = torch.zeros(1, dtype=torch.int64)
+        try:
+            while not self._is_closed:
+                peer = self._transport.listen(part, tag)
+                with self._changed:
+                    self._left[peer, int(tag)] += 1
+                    self._changed.notify_all()
+        except PycommError as error:  # for whoever waits for a message from any rank
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+
+class _FromAny(Request):
+    """A receive that does not know its sender yet."""
+
+    def __init__(self, arrivals: _Arrivals, flat: torch.Tensor, tag: int) -> None:
+        self._arrivals = arrivals
+        self._flat = flat
+        self._tag = tag
+        self._request: _Routed | None = None
+
+    @property
+    def source(self) -> int:
+        """The rank that sent the message; -1 until it is known."""
+        return -1 if self._request is None else self._request.source
+
+    def test(self) -> bool:
+        self._request = self._request or self._arrivals.match(self._flat, self._tag, 0.0)
+        return self._request is not None and self._request.test()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        limit_s = self._arrivals.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        self._request = self._request or self._arrivals.match(self._flat, self._tag, limit_s)
+        if self._request is None:
+            raise self._arrivals.no_sender(self._tag, limit_s)
+        self._request.wait(max(deadline - time.monotonic(), 1e-3))
+
+
+# -- joining ----------------------------------------------------------------------------------------------------------
+
+
+def connect(spec: ConnectSpec) -> Transport:
+    """Joins the ranks of ``spec``: on one host by shm alone, on hosts with one rank each by the outer transport alone.
+
+    The outer transport is mpi where an MPI launcher started the ranks and mpi4py is there, else torch (gloo).
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, though not in its __all__
+
+    topology = Topology.of_hosts(spec.host_ids)
+    host, local = topology.host_of(spec.rank), topology.local_rank_of(spec.rank)
+    neighbours = len(topology.hosts[host])
+    inner_spec = replace(
+        spec,
+        rank=local,
+        world_size=neighbours,
+        store=PrefixStore(f"host{host}", spec.store),
+        host_ids=spec.host_ids[spec.rank : spec.rank + 1] * neighbours,
+    )
+    outer = "mpi" if detect_launch().is_mpi and importlib.util.find_spec("mpi4py") is not None else "torch"
+    _log.info("%d ranks on %d hosts: shm inside, %s between them", spec.world_size, len(topology.hosts), outer)
+    joined = _join(
+        topology,
+        lambda: connect_by("shm", inner_spec),
+        lambda: connect_by(outer, spec),
+    )
+    assert joined is not None, "every rank is a member"
+    return joined
+
+
+def _join(
+    topology: Topology, make_inner: Callable[[], Transport | None], make_outer: Callable[[], Transport | None]
+) -> Transport | None:
+    """Returns what joins the ranks of ``topology``: one of the two alone if that carries everything."""
+    if len(topology.hosts) == 1:
+        return make_inner()
+    if len(topology.hosts) == topology.world_size:
+        return make_outer()
+    inner = make_inner()
+    assert inner is not None, "this rank is on its own host"
+    try:
+        outer = make_outer()
+        assert outer is not None, "this rank is a member"
+    except BaseException:
+        inner.close()
+        raise
+    return MixedTransport(inner, outer, topology)

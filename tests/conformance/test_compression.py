@@ -1,0 +1,367 @@
+"""Laws of compressed collectives, for every codec on every transport: ranks bit-equal, sent + residual == input."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import fingerprint
+
+import pycomm
+from harness import run_ranks, transport_params
+from pycomm import CollectiveMismatchError, ConfigError, ReduceOp, compression
+from pycomm.algorithms.executor import Collective
+from pycomm.collectives.auto_compression import STATEFUL, STATELESS, WARM_UP_CALLS, _decide
+from pycomm.collectives.compressed import Squeezed
+from pycomm.collectives.context import resolve
+from pycomm.compression import CODECS, Combine, parse
+from pycomm.topology import Topology
+
+# A codec that is not here runs with its defaults.
+SPECS = {
+    "cast": ["bf16", "fp16"],
+    "quantize": ["int8", "int4", "fp8", "mxfp4:rounding=stochastic"],
+    "topk": ["topk:0.1", "topk:0.6", "topk:0.1,exchange=balanced"],
+    "randomk": ["randomk:0.1"],
+    "threshold": ["threshold:0.5,ratio=0.3"],
+    "powersgd": ["powersgd:2"],
+}
+ALL = [spec for name in CODECS.names() for spec in SPECS.get(name, [name])]
+WRAPPED = ["int8+ef21", "topk:0.1+ef21", "topk:0.1+dgc:warmup=2", "int4+ef+every:2", "powersgd:2+policy:min_numel=1"]
+NUMELS = (0, 1, 97, 6000)
+SHAPES = {97: (97,), 6000: (60, 100)}
+STEPS = 3
+
+
+def inputs(rank: int, numel: int, step: int) -> torch.Tensor:
+    """Small whole numbers, so that sums of what is sent as it is are exact."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + 1)
+    return torch.randint(-50, 51, (numel,), generator=generator).float().view(SHAPES.get(numel, (numel,)))
+
+
+# -- ranks are bit-equal, whatever the verb --------------------------------------------------------------------------
+
+
+def all_results(rank: int) -> dict[str, int]:
+    """Runs every codec under every verb and returns checksums of what must be the same on all ranks."""
+    seen: dict[str, int] = {}
+    world_size = pycomm.world_size()
+    for spec in ALL + WRAPPED:
+        for numel in NUMELS:
+            tensor = inputs(rank, numel, 0)
+            pycomm.all_reduce(tensor, ReduceOp.AVG, compression=spec, name=f"reduced{numel}")
+            seen[f"{spec} all_reduce {numel}"] = fingerprint(tensor)
+        part = torch.full((60,), -1.0)
+        pycomm.reduce_scatter_single(part, inputs(rank, 60 * world_size, 1), compression=spec, name="scattered")
+        whole = torch.empty(60 * world_size)
+        pycomm.all_gather_single(whole, part)
+        seen[f"{spec} reduce_scatter"] = fingerprint(whole)
+        if all(each.is_for_gathers for each, _ in parse(spec).routes([compression.Part("x", (60,))])):
+            pycomm.all_gather_single(whole, part, compression=spec, name="gathered")
+            seen[f"{spec} all_gather"] = fingerprint(whole)
+            outputs = [torch.empty(60, dtype=torch.bfloat16) for _ in range(world_size)]
+            pycomm.all_gather(outputs, part.bfloat16(), compression=spec, name="listed")
+            seen[f"{spec} all_gather of a list"] = fingerprint(torch.cat(outputs).view(torch.int16))
+    return seen
+
+
+def laws_of_error_feedback(rank: int) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Returns, for every codec: the sums of the results and of this rank's inputs, and its residual."""
+    rows = []
+    for spec in ALL:
+        compressor = compression.error_feedback(parse(spec))
+        total, given = torch.zeros(6000), torch.zeros(6000)
+        for step in range(STEPS):
+            tensor = inputs(rank, 6000, step)
+            given += tensor.view(-1)
+            pycomm.all_reduce(tensor, compression=compressor, name="w")
+            total += tensor.view(-1)
+        rows.append((spec, total, given, compressor.residual("w")))
+    return rows
+
+
+def both(rank: int) -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    return all_results(rank), laws_of_error_feedback(rank)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("transport", transport_params())
+def test_laws(transport: str, world_size: int) -> None:
+    outcomes = run_ranks(world_size, both, transport=transport, timeout_s=100)
+    for checksums, _ in outcomes:
+        different = [key for key, value in checksums.items() if value != outcomes[0][0][key]]
+        assert not different
+    for row in zip(*(laws for _, laws in outcomes), strict=True):
+        spec, total = row[0][:2]
+        given, owed = sum(each[2] for each in row), sum(each[3] for each in row)
+        codec = parse(spec)
+        if codec.is_sparse and codec.combine is not Combine.SUM:
+            assert torch.equal(total + owed, given), spec
+            continue
+        # What float32 rounds, and what is lost where 16-bit sums are formed on the wire: half a step a rank and step.
+        slack = 1e-5 * STEPS * world_size * 50
+        if spec in ("bf16", "fp16"):
+            slack += STEPS * world_size * 50 * world_size * torch.finfo(parse(spec).wire_dtype).eps
+        assert (total + owed - given).abs().max() <= slack, spec
+
+
+# -- agreement, and mistakes -----------------------------------------------------------------------------------------
+
+
+def disagree(rank: int) -> list[str]:
+    told = []
+    choices = [
+        ("int8", "fp8"),  # the same bytes on the wire
+        ("topk:0.1", "topk:0.2"),
+        ("bf16", "fp16"),
+        ("int8", "int8+policy:min_numel=1"),
+    ]
+    for choice in choices:
+        tensor = torch.ones(64, 64)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            pycomm.all_reduce(tensor, compression=choice[rank % 2], name="w")
+        told.append(str(caught.value))
+        assert torch.equal(tensor, torch.ones(64, 64)), "an error before a byte moved leaves the input as it was"
+    return told
+
+
+@pytest.mark.parametrize("transport", transport_params())
+def test_compressors_that_differ_are_told_on_every_rank(transport: str) -> None:
+    told = run_ranks(3, disagree, transport=transport)
+    assert told[0] == [text.replace("rank 1 of 3", "rank 0 of 3") for text in told[1]]
+    assert all("format=int8" in texts[0] and "format=fp8_e4m3" in texts[0] for texts in told)
+
+
+def misuse(rank: int) -> None:
+    group, whole, part = resolve(None), torch.ones(2 * pycomm.world_size()), torch.ones(2)
+    whole_numbers, doubles = torch.ones(4, dtype=torch.int32), torch.ones(4).double()
+    calls: list[tuple[str, Any]] = [
+        ("expected float32, float16 or bfloat16, got torch.int32", lambda: reduce_(whole_numbers, "int8")),
+        ("expected float32, float16 or bfloat16, got torch.float64", lambda: reduce_(doubles, "topk:0.1")),
+        ("expected op SUM or AVG, got MAX", lambda: reduce_(torch.ones(4), "int8", op=ReduceOp.MAX)),
+        ("pass name='...'", lambda: reduce_(torch.ones(4), "int8+ef")),
+        ("name: expected the tensor's name, a str", lambda: reduce_(torch.ones(4), "int8+ef", name=5)),
+        ("unknown compression 'int9'; known: .*int8", lambda: reduce_(torch.ones(4), "int9")),
+        ("broadcast cannot be compressed", lambda: pycomm.broadcast(part, 0, compression="int8")),
+        ("compresses sums", lambda: pycomm.all_gather_single(whole, part, compression="int8+every:2", name="g")),
+        ("had 4 when its state was made", lambda: [reduce_(torch.ones(n), "int8+ef", name="grows") for n in (4, 5)]),
+    ]  # fmt: skip
+    for message, call in calls:
+        with pytest.raises(ConfigError, match=message):
+            call()
+    reduce_(torch.ones(4), "int8+ef", name="fine")  # and the group still works
+    assert group.compression.last.calls == 1
+
+
+def reduce_(tensor: torch.Tensor, spec: Any, op: Any = ReduceOp.SUM, name: Any = None) -> None:
+    pycomm.all_reduce(tensor, op, compression=spec, name=name)
+
+
+def test_mistakes_raise_before_a_byte_moves() -> None:
+    run_ranks(2, misuse, transport="shm")
+
+
+# -- the other ways to call ------------------------------------------------------------------------------------------
+
+
+def other_ways(rank: int) -> None:
+    group = resolve(None)
+    records: list[Any] = []
+    group.add_hook(records.append)
+    given = inputs(rank, 6000, 0)
+    plain = given.clone()
+    pycomm.all_reduce(plain, compression="int8")
+    assert records[-1].compression.ratio > 3.5
+    assert 0 < records[-1].compression.wire_bytes < records[-1].nbytes
+
+    later = given.clone()
+    work = pycomm.all_reduce(later, async_op=True, compression="int8")
+    assert work is not None and work.wait()
+    assert torch.equal(later, plain)
+
+    half = given.to(torch.bfloat16)
+    pycomm.all_reduce(half, compression="int8", algorithm="direct")
+    assert (half.float() - plain).abs().max() < 0.05 * plain.abs().max()
+
+    transposed = given.t().contiguous().t()  # a result that is copied back
+    pycomm.all_reduce(transposed, compression="int8")
+    assert torch.equal(transposed, plain)
+
+    group.compression.measure_error = True
+    again = given.clone()
+    pycomm.all_reduce(again, compression="int8")
+    exact = given.clone()
+    pycomm.all_reduce(exact)
+    error = group.compression.last.relative_error
+    assert error is not None and error == pytest.approx(float((again - exact).norm() / exact.norm()), rel=1e-3)
+    assert 0 < error < 0.02
+    group.compression.measure_error = False
+    assert group.compression.total.calls == 5
+
+
+@pytest.mark.parametrize("transport", transport_params())
+def test_async_hooks_errors_and_other_dtypes(transport: str) -> None:
+    run_ranks(2, other_ways, transport=transport)
+
+
+def coalesce(rank: int) -> None:
+    """Residuals go by name: alone, or with others in any order, nothing is lost."""
+    compressor = compression.error_feedback(compression.topk(0.2))
+    names = {"a": 40, "b": 7, "c": 90}
+    given = {name: torch.zeros(numel) for name, numel in names.items()}
+    got = {name: torch.zeros(numel) for name, numel in names.items()}
+    for step, layout in enumerate([["a", "b", "c"], ["c", "a"], ["b"], ["b", "c", "a"]]):
+        tensors = {name: inputs(rank, names[name], step).view(-1) for name in layout}
+        for name, tensor in tensors.items():
+            given[name] += tensor
+        with pycomm.coalescing():
+            for name, tensor in tensors.items():
+                pycomm.all_reduce(tensor, compression=compressor, name=name)
+        for name, tensor in tensors.items():
+            got[name] += tensor
+    for name in names:
+        owed = compressor.residual(name)
+        pycomm.all_reduce(owed)
+        pycomm.all_reduce(given[name])
+        assert torch.equal(got[name] + owed, given[name]), name
+
+
+def test_coalesced_calls_are_one_and_keep_state_by_name() -> None:
+    run_ranks(3, coalesce, transport="shm")
+
+
+def overlap(rank: int) -> tuple[int, float]:
+    """Enough elements for segments; the result must be that of the same chunks without them."""
+    torch.set_num_threads(1)
+    from pycomm.collectives import compressed
+
+    generator = torch.Generator().manual_seed(rank)
+    given = torch.randn(1_500_000, generator=generator)
+    tensor = given.clone()
+    pycomm.all_reduce(tensor, compression="int8:block_numel=4096")
+    compressed._MAX_SEGMENTS = 1
+    whole = given.clone()
+    pycomm.all_reduce(whole, compression="int8:block_numel=4096")
+    assert torch.equal(tensor, whole)
+    return fingerprint(tensor), float(tensor.abs().max())
+
+
+def test_segments_change_nothing() -> None:
+    outcomes = run_ranks(2, overlap, transport="torch")
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1] > 3
+
+
+def between_hosts(rank: int, sizes: tuple[int, ...]) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """As ``laws_of_error_feedback``, on ranks that are told they stand on several hosts."""
+    group = resolve(None)
+    group.engine.selector.topology = Topology.of_sizes(sizes)
+    rows = []
+    for spec in ("bf16", "int8", "topk:0.1", "sign"):
+        compressor = compression.error_feedback(parse(spec))
+        for numel in (1, 97, 6000):
+            total, given = torch.zeros(numel), torch.zeros(numel)
+            for step in range(STEPS):
+                tensor = inputs(rank, numel, step)
+                given += tensor.view(-1)
+                pycomm.all_reduce(tensor, compression=compressor, name=f"w{numel}", algorithm="hierarchical")
+                total += tensor.view(-1)
+            rows.append((spec, total, given, compressor.residual(f"w{numel}")))
+        assert group.compression.last.logical_bytes == 4 * 6000 * 2 * (len(sizes) - 1) // len(sizes) // sizes[0]
+    with pytest.raises(ConfigError, match="has to see each rank's own tensor"):
+        pycomm.all_reduce(torch.ones(4, 4), compression="powersgd", name="m", algorithm="hierarchical")
+    return rows
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 3), (1, 1)])
+@pytest.mark.parametrize("transport", ["local", "torch"])
+def test_laws_between_hosts(transport: str, sizes: tuple[int, ...]) -> None:
+    outcomes = run_ranks(sum(sizes), between_hosts, sizes, transport=transport)
+    for row in zip(*outcomes, strict=True):
+        spec, total = row[0][:2]
+        assert all(torch.equal(total, each[1]) for each in row), spec
+        given, owed = sum(each[2] for each in row), sum(each[3] for each in row)
+        slack = 0.0 if spec == "topk:0.1" else 0.1 if spec != "bf16" else 2**-8 * STEPS * len(row) * 50
+        assert (total + owed - given).abs().max() <= slack, spec
+
+
+def ask_for_hosts(rank: int) -> None:
+    with pytest.raises(ConfigError, match="expected several hosts with equally many ranks"):
+        pycomm.all_reduce(torch.ones(4), compression="int8", algorithm="hierarchical")
+
+
+def test_hierarchical_on_one_host_is_refused() -> None:
+    run_ranks(2, ask_for_hosts, transport="shm")
+
+
+def slow_link(rank: int, seconds_per_byte: float, seconds_per_payload: float) -> list[str]:
+    """auto on a link whose time is known: ordinary collectives cost one thing a byte, payloads may cost more."""
+    group = resolve(None)
+    run = group.engine.run
+
+    def delayed(call: Any, *arguments: Any) -> None:
+        if call.input is not None and call.input.numel() > 1000:
+            is_payload = call.input.dtype != torch.float32
+            time.sleep(call.input.nbytes * seconds_per_byte + seconds_per_payload * is_payload)
+        run(call, *arguments)
+
+    group.engine.run = delayed
+    results = []
+    for step in range(WARM_UP_CALLS + 5):
+        tensor = torch.randn(200_000, generator=torch.Generator().manual_seed(rank + 10 * step))
+        pycomm.all_reduce(tensor, compression="auto")
+        results.append(str(fingerprint(tensor)))
+    small = torch.ones(10)
+    pycomm.all_reduce(small, compression="auto")
+    assert torch.equal(small, torch.full((10,), float(pycomm.world_size())))
+    return results + [str(decision) for decision in group.compression.decisions]
+
+
+@pytest.mark.parametrize("transport", ["local", "torch"])
+def test_auto_compresses_where_the_link_is_slow(transport: str) -> None:
+    told = run_ranks(2, slow_link, 5e-7, 0.0, transport=transport)
+    assert told[0] == told[1]
+    assert ": int8, because it takes" in told[0][-2]
+    assert "pass name= to allow those with error feedback" in told[0][-2]
+    assert ": none, because it is below 65536 bytes" in told[0][-1]
+
+
+def test_auto_goes_back_to_none_where_a_prediction_was_wrong() -> None:
+    told = run_ranks(2, slow_link, 5e-7, 1.0, transport="local")
+    assert told[0] == told[1]
+    assert ": none, because int8 really took" in told[0][-2]
+
+
+def test_auto_leaves_a_fast_link_alone() -> None:
+    flat = torch.ones(1_000_000)
+    collective = Collective(verb="all_reduce", input=flat, output=flat, op=ReduceOp.SUM)
+    call = Squeezed(collective, parse("none"), (compression.Part("w", (1_000_000,)),))
+    wire: Any = SimpleNamespace(inside=None, between=None, world_size=4)
+    codec_s = [1e-9, 1e-9] * 4  # a nanosecond an element, to encode and to decode
+    decision = _decide(call, wire, (*STATELESS, *STATEFUL), [0.001, 0.0, *codec_s])
+    assert ": none, because the best compressor would take" in str(decision)
+    assert [each.spec for each in decision.candidates] == ["bf16", "int8", "int4+ef", "topk:0.01+ef"]
+    decision = _decide(call, wire, (*STATELESS, *STATEFUL), [1.0, 0.0, *codec_s])
+    assert ": topk:0.01+ef, because it takes" in str(decision)
+
+
+def decide_here(rank: int) -> str:
+    assert "has not decided" in str(pycomm.explain("all_reduce", 100_000, compression="auto"))
+    for _ in range(WARM_UP_CALLS + 2):
+        pycomm.all_reduce(torch.ones(100_000), compression="auto", name="w")
+    decision = str(resolve(None).compression.decisions[0])
+    assert decision in str(pycomm.explain("all_reduce", 100_000, compression="auto"))
+    assert "has not decided" in str(pycomm.explain("all_reduce", 99_999, compression="auto"))
+    assert "format=int8" in str(pycomm.explain("all_reduce", 100_000, compression="int8"))
+    with pytest.raises(ConfigError, match="unknown compression 'int9'"):
+        pycomm.explain("all_reduce", 100_000, compression="int9")
+    return decision
+
+
+def test_auto_decides_alike_on_all_ranks() -> None:
+    told = run_ranks(3, decide_here, transport="shm")
+    assert told[0] == told[1] == told[2]

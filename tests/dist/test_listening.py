@@ -1,0 +1,103 @@
+"""What listens while a job runs: nothing beyond loopback, unless a launcher was asked for it or is not ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_launchers import JOBS, LAUNCHER_VARIABLES, MPIRUN, needs_mpi
+
+PYCOMM_RUN = [sys.executable, "-m", "pycomm", "run", "-n", "2"]
+LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}  # as the kernel writes it
+
+
+def descendants(pid: int) -> set[int]:
+    """Returns ``pid`` and all that it started, that those started, and so on."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def listening(pid: int) -> dict[tuple[str, str], set[int]]:
+    """Returns the sockets at which a process tree listens, as (address, name), with the processes that hold them."""
+    at_inode = {}
+    for name in ("tcp", "tcp6"):
+        for fields in map(str.split, Path(f"/proc/net/{name}").read_text().splitlines()[1:]):
+            if fields[3] == "0A":
+                at_inode[f"socket:[{fields[9]}]"] = fields[1].split(":")[0]
+    found: dict[tuple[str, str], set[int]] = {}
+    for each in descendants(pid):
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{each}/fd"):
+                with contextlib.suppress(OSError):
+                    name = os.readlink(f"/proc/{each}/fd/{fd}")
+                    if name in at_inode:
+                        found.setdefault((at_inode[name], name), set()).add(each)
+    return found
+
+
+@contextlib.contextmanager
+def running(launcher: list[str], transport: str, folder: Path, *, factor: int = 1, **environ: str) -> Iterator[int]:
+    """A job of two ranks that make groups and reduce numbers of their own meanwhile; it must end well."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    command = [*launcher, str(JOBS / "wait.py"), transport, str(folder), str(factor)]
+    process = subprocess.Popen(
+        command, env=clean | environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not all((folder / f"ready{rank}").exists() for rank in range(2)):
+            assert process.poll() is None and time.monotonic() < deadline, "the job did not start"
+            time.sleep(0.02)
+        yield process.pid
+        (folder / "go").touch()
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.mark.parametrize("options", [[], ["--standalone", "--max-restarts=3"]], ids=str)
+def test_pycomm_run_listens_on_loopback_alone(options: list[str], tmp_path: Path) -> None:
+    with running([*PYCOMM_RUN, *options], "auto", tmp_path) as pid:
+        found = listening(pid)
+    assert found, "the store must have been seen, else this looks in the wrong place"
+    assert {address for address, _ in found} <= LOOPBACK
+
+
+def test_torchrun_itself_listens_everywhere_and_its_ranks_do_not(tmp_path: Path) -> None:
+    """docs/security.md says so; when torch changes that, this fails and the page can promise more."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    with running(launcher, "shm", tmp_path) as pid:
+        found = listening(pid)
+    beyond = {process for (address, _), processes in found.items() if address not in LOOPBACK for process in processes}
+    assert beyond == {pid}, "the agent's own store, and nothing of pycomm's"
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_under_mpirun_what_is_ours_listens_on_loopback_alone(tmp_path: Path) -> None:
+    """MASTER_ADDR keeps MPI out of the ranks; where it is in them, it listens on all interfaces. See the same page."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = [str(MPIRUN), "-n", "2", sys.executable]
+    with running(launcher, "shm", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) as pid:
+        ranks = {int((tmp_path / f"ready{rank}").read_text()) for rank in range(2)}
+        found = listening(pid)
+    # The proxy's sockets are in its children too.
+    ours = {address for (address, _), processes in found.items() if processes <= ranks}
+    assert ours and ours <= LOOPBACK

@@ -1,0 +1,89 @@
+"""What has to hold whatever breaks; the bodies of ranks that the tests of this directory run."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import pycomm
+from harness import transport_params
+from pycomm import PeerLostError
+from pycomm.fault import fail_at, inject
+
+VICTIM = 2
+RANKS = 4
+# Those whose ranks are processes. MPI starts them anew for each test, which takes seconds: it has fewer of them.
+TRANSPORTS = [param for param in transport_params() if param.values[0] in ("shm", "torch")]
+MPI = [param for param in transport_params() if param.values[0] == "mpi"]
+
+# Seconds that a test waits before it calls a rank hung. What the times really are, benchmarks/faults.py says.
+HUNG_S = 10.0
+
+
+class Death(NamedTuple):
+    """When a rank dies: the moment, so many seconds into it, all_reducing so many elements, with a peer so late."""
+
+    moment: str
+    delay_s: float = 0.0
+    numel: int = 1000
+    peer_sleeps_s: float = 0.0
+
+
+DEATHS = {
+    "before": Death("before"),
+    "while a peer waits": Death("inside", 0.05, peer_sleeps_s=0.3),
+    "in the middle of 64 MiB": Death("inside", 0.01, 16 << 20),
+    "after": Death("after"),
+}
+
+
+def check_sum(group: Any = None, numel: int = 5) -> None:
+    """Holds an all_reduce of ``group`` to the right sum, whose terms differ between ranks and elements."""
+    ranks = pycomm.world_size(group)
+    tensor = torch.arange(numel) % 1000 + pycomm.rank(group)
+    pycomm.all_reduce(tensor, group=group)
+    expected = ranks * (torch.arange(numel) % 1000) + ranks * (ranks - 1) // 2
+    assert torch.equal(tensor, expected)
+
+
+def reduce_until_lost(numel: int) -> PeerLostError:
+    """Returns the error that ends a loop of all_reduces, each of which is right until then."""
+    begin = time.monotonic()
+    tensor = torch.empty(numel)
+    while time.monotonic() - begin < HUNG_S:
+        tensor.fill_(1.0)
+        try:
+            pycomm.all_reduce(tensor)
+        except PeerLostError as error:
+            return error
+        assert (tensor == pycomm.world_size()).all(), "a wrong sum, without an error"
+    raise AssertionError(f"no error within {HUNG_S} s")
+
+
+def survive(rank: int, how: str, when: str) -> None:
+    """Rank 2 of four dies in its third collective. The others name it, stay without a hang, and go on without it."""
+    death = DEATHS[when]
+    pids = torch.zeros(RANKS, dtype=torch.int64)
+    pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
+    fault = fail_at(VICTIM, 3, how, moment=death.moment, delay_s=death.delay_s)
+    with inject(fault):
+        check_sum()
+        check_sum()
+        if rank == 3:
+            time.sleep(death.peer_sleeps_s)
+        error = reduce_until_lost(death.numel)
+    assert error.rank == VICTIM, error
+    assert f"rank {VICTIM} (pid {pids[VICTIM]}" in str(error), error
+    assert f"rank {rank} of {RANKS}" in str(error) and "all_reduce" in str(error), error
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError) as again:  # and so does every later call
+        pycomm.barrier()
+    assert again.value.rank == VICTIM
+    survivors = pycomm.new_group([member for member in range(RANKS) if member != VICTIM])
+    check_sum(survivors)
+    check_sum(survivors, 100_003)
+    assert time.monotonic() - begin < HUNG_S

@@ -1,0 +1,226 @@
+"""A job whose ranks are killed, stopped and started again at random, and which has to get on with its work.
+
+    python tests/faults/soak.py --minutes 120 --seed 4711
+
+Every step is an all_reduce of a random size whose sum is checked; the sum of the sums is the job's state, which a rank
+that was started again copies from another. At the end the state must be what an undisturbed job would have: no step
+lost, none done twice. The run stops where 30 s pass without a finished step, and shows every rank's stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.fault import Generation, Membership
+
+RANKS = 8
+STUCK_S = 30.0
+_SIZES = (1, 5, 1000, 4099, 70_001, 300_007)
+_FIELDS = 3  # of a rank in the board: last finished step, generation, descriptors held
+
+
+def contribution(rank: int, step: int, numel: int) -> torch.Tensor:
+    """What a rank adds at a step: integers that differ between ranks, steps and elements."""
+    return torch.arange(numel) % 97 + rank * step
+
+
+def expected_sum(step: int, numel: int) -> torch.Tensor:
+    return RANKS * (torch.arange(numel) % 97) + step * (RANKS * (RANKS - 1) // 2)
+
+
+def numel_of(step: int) -> int:
+    return random.Random(step).choice(_SIZES)
+
+
+def state_after(steps: int) -> int:
+    """The state of an undisturbed job."""
+    return sum(step * (RANKS * (RANKS - 1) // 2) for step in range(1, steps + 1))
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, port: int, board: Any, last_step: Any, dump: str) -> None:
+    """Works until ``last_step`` is set and reached; ends with exit code 0, or 1 after printing what is wrong."""
+    dump_file = open(dump, "w")  # noqa: SIM115  faulthandler needs it for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=dump_file, all_threads=True)
+    torch.set_num_threads(1)
+    member = Membership(rank, RANKS, dist.TCPStore("127.0.0.1", port, is_master=False), transport="shm")
+    state, step = torch.zeros(1, dtype=torch.int64), 0
+    generation: Generation | None = None
+    while last_step.value == 0 or step < last_step.value:
+        try:
+            if generation is None:
+                generation = member.join(step)
+                pycomm.broadcast(state, generation.source)
+                step = generation.step
+                board[_FIELDS * rank + 1] = generation.number
+                board[_FIELDS * rank + 2] = len(os.listdir("/proc/self/fd"))
+            step = work(rank, step, state)
+            board[_FIELDS * rank] = step
+        except pycomm.TransportError:
+            generation = None
+    assert state.item() == state_after(step), f"rank {rank}: state {state.item()} after step {step}"
+    leave(step)
+
+
+def work(rank: int, step: int, state: torch.Tensor) -> int:
+    """Does the next step; returns its number."""
+    step += 1
+    numel = numel_of(step)
+    tensor = contribution(rank, step, numel)
+    pycomm.all_reduce(tensor)
+    if not torch.equal(tensor, expected_sum(step, numel)):
+        print(f"rank {rank}: a wrong sum at step {step}, without an error", flush=True)
+        os._exit(1)
+    state += tensor[0]
+    return step
+
+
+def leave(step: int) -> None:
+    """Ends together with the others, which may still have a step to do."""
+    with contextlib.suppress(pycomm.TransportError):
+        pycomm.barrier()
+    pycomm.finalize()
+
+
+# -- the supervisor ----------------------------------------------------------------------------------------------------
+
+
+class Soak:
+    """Starts the ranks, strikes them, starts them again; see the top of this file."""
+
+    def __init__(self, seed: int, folder: str) -> None:
+        self.random = random.Random(seed)
+        self.folder = Path(folder)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch", "pycomm.fault", "pycomm.collectives.verbs", __name__])
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.board = self.context.RawArray("q", _FIELDS * RANKS)
+        self.last_step = self.context.RawValue("q", 0)
+        self.processes: list[Any] = [self.start(rank) for rank in range(RANKS)]
+        self.back_at = [0.0] * RANKS  # when a dead rank is started again
+        self.wake_at = [0.0] * RANKS
+        self.strikes = {"kill": 0, "stop": 0, "start": 0}
+
+    def start(self, rank: int) -> Any:
+        dump = str(self.folder / f"stack{rank}")
+        process = self.context.Process(
+            target=rank_main, args=(rank, self.store.port, self.board, self.last_step, dump), name=f"rank {rank}"
+        )
+        process.start()
+        return process
+
+    def run(self, duration_s: float) -> dict[str, int]:
+        """Returns what was done. Raises AssertionError if the job hangs, is wrong or leaks."""
+        try:
+            self._disturb(duration_s)
+            self._end()
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
+        steps, generations = self.board[0], max(self.board[1::_FIELDS])
+        descriptors = self.board[2::_FIELDS]
+        assert max(descriptors) < min(descriptors) + 16, f"descriptors of the ranks: {list(descriptors)}"
+        return {"steps": steps, "generations": generations, **self.strikes}
+
+    def _disturb(self, duration_s: float) -> None:
+        end, next_strike = time.monotonic() + duration_s, time.monotonic() + 1.0
+        finished, finished_at = 0, time.monotonic()
+        while (now := time.monotonic()) < end:
+            time.sleep(0.01)
+            self._revive(now)
+            if now > next_strike:
+                next_strike = now + self.random.uniform(0.05, 1.0)
+                self._strike(now)
+            if max(self.board[::_FIELDS]) > finished:
+                finished, finished_at = max(self.board[::_FIELDS]), now
+            assert now - finished_at < STUCK_S, f"no step after {finished} for {STUCK_S} s\n{self._stacks()}"
+
+    def _strike(self, now: float) -> None:
+        how = self.random.choice(("kill", "kill", "stop"))
+        for rank in self.random.sample(range(RANKS), self.random.choice((1, 1, 1, 2, 3))):
+            process = self.processes[rank]
+            if self.wake_at[rank] or not process.is_alive():
+                continue
+            self.strikes[how] += 1
+            if how == "kill":
+                process.kill()
+                self.back_at[rank] = now + self.random.choice((0.0, self.random.uniform(0.0, 1.0)))
+            else:
+                os.kill(process.pid, signal.SIGSTOP)
+                self.wake_at[rank] = now + self.random.uniform(0.01, 1.5)
+
+    def _revive(self, now: float) -> None:
+        for rank, process in enumerate(self.processes):
+            if self.wake_at[rank] and now >= self.wake_at[rank]:
+                self.wake_at[rank] = 0.0
+                os.kill(process.pid, signal.SIGCONT)
+            if not process.is_alive() and now >= self.back_at[rank]:
+                assert process.exitcode == -signal.SIGKILL, f"rank {rank} ended by itself: {process.exitcode}"
+                process.close()
+                self.processes[rank] = self.start(rank)
+                self.strikes["start"] += 1
+
+    def _end(self) -> None:
+        """Peace: everybody lives, and the job ends by itself, soon."""
+        self._revive(float("inf"))
+        self.last_step.value = max(self.board[::_FIELDS]) + 20
+        deadline = time.monotonic() + STUCK_S
+        for rank, process in enumerate(self.processes):
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode is not None, f"rank {rank} does not end\n{self._stacks()}"
+            assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
+
+    def _stacks(self) -> str:
+        for process in self.processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGCONT)
+                    os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = [f"[rank {rank}]\n{(self.folder / f'stack{rank}').read_text()}" for rank in range(RANKS)]
+        return f"board {list(self.board)}\n" + "\n".join(stacks)
+
+
+def soak(seed: int, duration_s: float) -> dict[str, int]:
+    """Runs the job for ``duration_s`` and returns the steps done, the generations needed and the strikes dealt."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        done = Soak(seed, folder).run(duration_s)
+    left = [name for name in os.listdir("/dev/shm") if "pycomm" in name]
+    assert not left, left
+    assert len(os.listdir("/proc/self/fd")) < descriptors + 64, "descriptors of the supervisor"
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    print(soak(options.seed, 60 * options.minutes))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))  # so that the ranks find this module by its name
+    import soak as module
+
+    module.main()

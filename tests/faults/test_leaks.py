@@ -1,0 +1,79 @@
+"""A job that dies as a whole leaves nothing: no process, no name, no socket; and the next one on the machine works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from laws import RANKS, TRANSPORTS, check_sum
+
+import pycomm
+from harness import run_ranks
+
+FOLDERS = ("/dev/shm", "/tmp")
+
+
+def names() -> set[str]:
+    """The names that a job could leave on this machine: files, and abstract sockets of ours."""
+    files = {f"{folder}/{name}" for folder in FOLDERS if os.path.isdir(folder) for name in os.listdir(folder)}
+    words = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    ours = {name for name in files if "pycomm" in name}  # other jobs may run on this machine
+    return ours | {word for word in words if word.startswith("@pycomm-")}
+
+
+def die_together(rank: int, path: str) -> None:
+    check_sum(numel=100_003)
+    shared = pycomm.empty(1000, shared=True)
+    shared.fill_(rank)
+    pids = torch.zeros(RANKS, dtype=torch.int64)
+    pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
+    if rank == 0:
+        Path(path).write_text(" ".join(str(pid) for pid in pids.tolist()))
+        time.sleep(0.05)  # the others wait in a collective by then
+        for pid in reversed(pids.tolist()):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(pycomm.PeerLostError):  # of a rank that was killed before this one
+        pycomm.barrier()
+    time.sleep(60)
+
+
+def test_killed_ranks_leave_nothing_and_a_later_job_works(tmp_path: Path) -> None:
+    run_ranks(RANKS, check_sum_on, transport="shm")  # what the harness itself opens once is there
+    before = names()
+    for number in range(5):
+        path = tmp_path / f"pids{number}"
+        run_ranks(RANKS, die_together, str(path), transport="shm", casualties=range(RANKS))
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in path.read_text().split())
+    assert names() - before == set()
+    run_ranks(RANKS, check_sum_on, transport="shm")
+
+
+def check_sum_on(rank: int) -> None:
+    check_sum(numel=1003)
+
+
+def lose_one_group_after_another(rank: int) -> None:
+    """Timeouts break group after group; what they held is given back."""
+    group = pycomm.new_group(range(RANKS))
+    group.close()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        group = pycomm.new_group(range(RANKS), timeout=0.05)
+        if rank == 1:
+            time.sleep(0.1)
+        with pytest.raises(pycomm.CollectiveTimeoutError):
+            pycomm.all_reduce(torch.ones(10), group=group)
+        group.close()
+        pycomm.barrier()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    check_sum()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_broken_groups_give_back_what_they_held(transport: str) -> None:
+    run_ranks(RANKS, lose_one_group_after_another, transport=transport)

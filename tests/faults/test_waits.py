@@ -1,0 +1,102 @@
+"""Waiting for a rank that is slow, stopped or broken in its own code: patient, cheap, and to be interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from laws import HUNG_S, MPI, RANKS, TRANSPORTS, VICTIM, check_sum
+
+import pycomm
+from harness import run_ranks
+from pycomm import CollectiveTimeoutError, PeerLostError
+from pycomm.fault import InjectedFault, fail_at, inject
+
+
+def wait_out(rank: int, how: str, numel: int) -> float:
+    moment, delay_s = ("inside", 0.02) if how == "stop" else ("before", 0.0)
+    begin = time.monotonic()
+    with inject(fail_at(VICTIM, 2, how, moment=moment, delay_s=delay_s, lasts_s=1.0)):
+        for _ in range(20 if numel < 100_000 else 4):  # the fault may strike between two of them
+            check_sum(numel=numel)
+            time.sleep(0.005)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("how", "numel"), [("stop", 1000), ("stop", 1 << 20), ("slow", 1000)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stopped_or_slow_rank_is_no_error(transport: str, how: str, numel: int) -> None:
+    assert min(run_ranks(RANKS, wait_out, how, numel, transport=transport)) >= 1.0
+
+
+def wait_for_a_sleeper(rank: int) -> float:
+    pycomm.barrier()
+    if rank == VICTIM:
+        time.sleep(1.0)
+    before_s = time.process_time()
+    pycomm.barrier()
+    return time.process_time() - before_s
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS + MPI)
+def test_waiting_burns_no_core(transport: str) -> None:
+    spent_s = run_ranks(RANKS, wait_for_a_sleeper, transport=transport)
+    assert max(spent_s) < 0.2, spent_s  # of a second; how little it really is, benchmarks/faults.py says
+
+
+def be_interrupted(rank: int) -> None:
+    pycomm.barrier()
+    if rank == VICTIM:  # it comes when the others have long been interrupted
+        time.sleep(0.8)
+        return
+    begin = time.monotonic()
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PeerLostError):  # the others are told, and do not wait
+        pycomm.all_reduce(torch.ones(1000))
+    assert time.monotonic() - begin < HUNG_S
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS + MPI)
+def test_ctrl_c_ends_a_blocked_call(transport: str) -> None:
+    run_ranks(RANKS, be_interrupted, transport=transport)
+
+
+def break_in_own_code(rank: int) -> None:
+    """The victim's own code raises, which ends its group; the others are told of it."""
+    if rank == VICTIM:
+        with pytest.raises(InjectedFault), inject(fail_at(VICTIM, 2, "raise")):
+            check_sum()
+            check_sum()
+        pycomm.finalize()  # what leaving `with pycomm.init()` does
+        return
+    check_sum()
+    with pytest.raises(PeerLostError, match=f"rank {VICTIM}") as caught:
+        check_sum()
+    assert caught.value.rank == VICTIM
+    survivors = pycomm.new_group([member for member in range(RANKS) if member != VICTIM])
+    check_sum(survivors)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_exception_in_one_ranks_code_is_an_error_in_the_others(transport: str) -> None:
+    run_ranks(RANKS, break_in_own_code, transport=transport)
+
+
+def run_out_of_time(rank: int) -> None:
+    if rank == VICTIM:
+        time.sleep(0.6)
+    with pytest.raises(CollectiveTimeoutError):
+        pycomm.all_reduce(torch.ones(1000), timeout=None if rank == VICTIM else 0.2)
+    group = pycomm.new_group(range(RANKS))
+    check_sum(group)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_timeout_is_everybodys_and_a_new_group_works(transport: str) -> None:
+    run_ranks(RANKS, run_out_of_time, transport=transport)

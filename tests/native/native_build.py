@@ -1,0 +1,42 @@
+"""Programs in C++, built with a sanitizer; what several of them are made of is compiled once a session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# -O1 keeps the build short; no contraction, as in the real build.
+_FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+SANITIZERS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    # It does not know fences; the one that is there orders a store and a load, and publishes no data.
+    "thread": ["-fsanitize=thread", "-Wno-tsan"],
+}
+
+Build = Callable[[str, str, Sequence[Path]], Path]
+
+
+def builder(folder: Path) -> Build:
+    """Returns ``build(name, sanitizer, sources)``, that makes a program in ``folder``, two files at a time."""
+    compiler = os.environ.get("CXX", "g++")
+
+    def compile_one(source: Path, sanitizer: str) -> Path:
+        output = folder / f"{source.stem}-{sanitizer}.o"
+        if not output.exists():
+            command = [compiler, *_FLAGS, *SANITIZERS[sanitizer], "-c", str(source), "-o", str(output)]
+            subprocess.run(command, check=True, timeout=250)
+        return output
+
+    def build_one(name: str, sanitizer: str, sources: Sequence[Path]) -> Path:
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(lambda source: compile_one(source, sanitizer), sources))
+        program = folder / f"{name}-{sanitizer}"
+        flags = SANITIZERS[sanitizer][:1]
+        subprocess.run([compiler, *flags, *objects, "-o", str(program), "-pthread"], check=True, timeout=250)
+        return program
+
+    return build_one

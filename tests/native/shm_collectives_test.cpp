@@ -1,0 +1,141 @@
+// Every collective, at sizes that walk every path: the header's own line, a slot, shared heaps, one window, several, and
+// the ring around.
+#include "shm_ranks.h"
+
+#include <algorithm>
+
+namespace pycomm::shm::test {
+namespace {
+
+// In elements of 4 bytes: nothing, one, the header's line and past it, below and above kHeapsFrom, past a slot (of 2 or 4
+// KiB), windows with a rest. The ring of 2 to 4 MiB is walked around by the many calls.
+const std::size_t kNumels[] = {0, 1, 8, 9, 500, 513, 1024, 1025, 5003, 60001, 200003};
+
+std::string named(const char* what, int rank, std::size_t numel) {
+  return std::string(what) + " on rank " + std::to_string(rank) + ", " + std::to_string(numel) + " elements";
+}
+
+std::vector<float> sum_of(int ranks, std::size_t numel, std::size_t start = 0) {
+  std::vector<float> sums(numel);
+  for (std::size_t i = 0; i < numel; ++i)
+    for (int r = 0; r < ranks; ++r) sums[i] += value(r, start + i);
+  return sums;
+}
+
+void reductions(int rank, Group& world, std::size_t numel) {
+  const int ranks = world.ranks(), root = static_cast<int>(numel) % ranks;
+  const std::size_t n = static_cast<std::size_t>(ranks);
+  const std::vector<float> input = input_of(rank, numel), sum = sum_of(ranks, numel);
+  std::vector<float> output(numel), in_place = input;
+  world.all_reduce(output.data(), input.data(), call_of(Verb::kAllReduce, numel));
+  expect(output == sum, named("all_reduce", rank, numel));
+  world.all_reduce(in_place.data(), in_place.data(), call_of(Verb::kAllReduce, numel));
+  expect(in_place == sum, named("all_reduce in place", rank, numel));
+  in_place = input;
+  world.reduce(in_place.data(), in_place.data(), call_of(Verb::kReduce, numel, root));
+  expect(in_place == (rank == root ? sum : input), named("reduce", rank, numel));
+  const std::vector<float> wide = input_of(rank, n * numel);
+  world.reduce_scatter(output.data(), wide.data(), call_of(Verb::kReduceScatter, numel));
+  expect(output == sum_of(ranks, numel, static_cast<std::size_t>(rank) * numel), named("reduce_scatter", rank, numel));
+}
+
+void moves(int rank, Group& world, std::size_t numel) {
+  const int ranks = world.ranks(), root = static_cast<int>(numel + 1) % ranks;
+  const std::size_t n = static_cast<std::size_t>(ranks), mine = static_cast<std::size_t>(rank) * numel;
+  const std::vector<float> input = input_of(rank, numel), wide = input_of(root, n * numel);
+  std::vector<float> all, output = input, gathered(n * numel);
+  for (int r = 0; r < ranks; ++r)
+    for (std::size_t i = 0; i < numel; ++i) all.push_back(value(r, i));
+  world.broadcast(output.data(), call_of(Verb::kBroadcast, numel, root));
+  expect(output == input_of(root, numel), named("broadcast", rank, numel));
+  world.all_gather(gathered.data(), input.data(), call_of(Verb::kAllGather, numel));
+  expect(gathered == all, named("all_gather", rank, numel));
+  gathered.assign(n * numel, 0);
+  world.gather(rank == root ? gathered.data() : nullptr, input.data(), call_of(Verb::kGather, numel, root));
+  expect(gathered == (rank == root ? all : std::vector<float>(n * numel)), named("gather", rank, numel));
+  world.scatter(output.data(), rank == root ? wide.data() : nullptr, call_of(Verb::kScatter, numel, root));
+  expect(output == std::vector<float>(wide.begin() + static_cast<long>(mine), wide.begin() + static_cast<long>(mine + numel)),
+         named("scatter", rank, numel));
+}
+
+// Rank i sends numel + i + 2 j elements to rank j, the values of its own input from i + j on.
+void all_to_all(int rank, Group& world, std::size_t numel) {
+  const std::size_t n = static_cast<std::size_t>(world.ranks()), me = static_cast<std::size_t>(rank);
+  const auto length = [&](std::size_t from, std::size_t to) { return numel == 0 ? 0 : numel + from + 2 * to; };
+  std::vector<std::size_t> sends(n), takes(n);
+  std::vector<float> input, expected;
+  for (std::size_t r = 0; r < n; ++r) {
+    sends[r] = length(me, r), takes[r] = length(r, me);
+    for (std::size_t i = 0; i < sends[r]; ++i) input.push_back(value(rank, me + r + i));
+    for (std::size_t i = 0; i < takes[r]; ++i) expected.push_back(value(static_cast<int>(r), me + r + i));
+  }
+  std::vector<float> output(expected.size());
+  world.all_to_all(output.data(), input.data(), takes.data(), sends.data(), call_of(Verb::kAllToAll, 0));
+  expect(output == expected, named("all_to_all", rank, numel));
+}
+
+// Buffers of the shared heap: of all ranks, where nothing is copied in, and of some.
+void shared_buffers(int rank, Group& world, Heaps& heaps, std::size_t numel) {
+  const std::size_t bytes = numel * sizeof(float);
+  const std::vector<float> input = input_of(rank, numel), sum = sum_of(world.ranks(), numel);
+  auto* const shared = static_cast<float*>(heaps.allocate(bytes));
+  auto* const result = static_cast<float*>(heaps.allocate(bytes));
+  for (const int sharing : {world.ranks(), 1}) {
+    std::vector<float> own = input;
+    float* const buffer = rank < sharing ? shared : own.data();
+    float* const output = rank < sharing ? result : own.data();
+    for (float* const to : {buffer, output}) {  // in place, and not
+      std::copy(input.begin(), input.end(), buffer);
+      world.all_reduce(to, buffer, call_of(Verb::kAllReduce, numel));
+      expect(std::equal(sum.begin(), sum.end(), to), named("all_reduce of shared buffers", rank, numel));
+    }
+  }
+  heaps.free(shared);
+  heaps.free(result);
+}
+
+void operators(int rank, Group& world) {
+  Call call = call_of(Verb::kAllReduce, 5);
+  call.op = ReduceOp::kPremulSum, call.factor = rank + 1;
+  std::vector<float> output(5), ones(5, 1.0f);
+  world.all_reduce(output.data(), ones.data(), call);
+  expect(output == std::vector<float>(5, static_cast<float>(world.ranks() * (world.ranks() + 1) / 2)), "PREMUL_SUM");
+  call.op = ReduceOp::kAvg;
+  world.all_reduce(output.data(), ones.data(), call);
+  expect(output == ones, "AVG");
+}
+
+// Small calls, with a pause now and then, so that some waits spin, some yield and some sleep.
+void barriers(int rank, Group& world) {
+  for (int i = 0; i < 300; ++i) {
+    if (i % 60 == 10 * rank) {
+      const struct timespec nap{0, 1'000'000};
+      nanosleep(&nap, nullptr);
+    }
+    world.barrier(0);
+    float one = 1;
+    world.all_reduce(&one, &one, call_of(Verb::kAllReduce, 1));
+    expect(one == static_cast<float>(world.ranks()), "a small all_reduce");
+  }
+}
+
+}  // namespace
+
+void test_collectives() {
+  const struct { int ranks, ranks_per_core; } kWorlds[] = {{1, 1}, {2, 1}, {3, 1}, {3, 2}};
+  for (const auto& world : kWorlds) {
+    Host host(world.ranks, world.ranks_per_core);
+    run("collectives", host, [&](int rank, Group& group) {
+      for (const std::size_t numel : kNumels) {
+        reductions(rank, group, numel);
+        moves(rank, group, numel);
+        all_to_all(rank, group, numel);
+        shared_buffers(rank, group, *host.heaps[rank], numel);
+      }
+      operators(rank, group);
+      barriers(rank, group);
+    });
+  }
+}
+
+}  // namespace pycomm::shm::test

@@ -1,0 +1,161 @@
+// What breaks: a rank that dies at any call, time that runs out, ranks that disagree, an interrupt, two threads in one
+// group. Every survivor raises, and goes on in a new group.
+#include "shm_ranks.h"
+
+#include <time.h>
+
+#include <atomic>
+#include <thread>
+
+namespace pycomm::shm::test {
+namespace {
+
+void nap_ms(long ms) {
+  const struct timespec nap{ms / 1000, ms % 1000 * 1'000'000};
+  nanosleep(&nap, nullptr);
+}
+
+// One call of each verb, small and large, in an order that all ranks share.
+constexpr int kCalls = 18;
+void call(Group& group, int which) {
+  const std::size_t n = static_cast<std::size_t>(group.ranks()), numel = which % 2 == 0 ? 3 : 60'000;
+  std::vector<float> input(n * numel, 1.0f), output(n * numel);
+  std::vector<std::size_t> splits(n, numel);
+  switch (which / 2) {
+    case 0: return group.barrier(0);
+    case 1: return group.all_reduce(output.data(), input.data(), call_of(Verb::kAllReduce, numel));
+    case 2: return group.reduce(output.data(), input.data(), call_of(Verb::kReduce, numel));
+    case 3: return group.reduce_scatter(output.data(), input.data(), call_of(Verb::kReduceScatter, numel));
+    case 4: return group.broadcast(output.data(), call_of(Verb::kBroadcast, numel));
+    case 5: return group.all_gather(output.data(), input.data(), call_of(Verb::kAllGather, numel));
+    case 6: return group.gather(output.data(), input.data(), call_of(Verb::kGather, numel));
+    case 7: return group.scatter(output.data(), input.data(), call_of(Verb::kScatter, numel));
+    default: return group.all_to_all(output.data(), input.data(), splits.data(), splits.data(), call_of(Verb::kAllToAll, 0));
+  }
+}
+
+// Rank 1 makes `which` calls and dies; every survivor raises at the next one that needs it, and reduces without it.
+void die_after(int which) {
+  Host host(3);
+  const std::string name = "death after call " + std::to_string(which);
+  const std::uint64_t next = host.heaps[0]->take_area() + 10;
+  run(name, host, [&](int rank, Group& world) {
+    if (rank == 1) {
+      for (int i = 0; i < which; ++i) call(world, i);
+      if (which % 3 == 0) nap_ms(2);  // the others sleep already
+      return host.lives[1]->kill();
+    }
+    const std::string text = expect_throw<PeerLost>(name, [&] {
+      for (int i = 0; i <= which; ++i) call(world, i % kCalls);
+      for (;;) world.barrier(0);  // if rank 1's part was there already
+    });
+    expect(contains(text, "lost 1 " + std::to_string(host.lives[1]->pid()) + " 9"), name + " names who: " + text);
+    expect_throw<PeerLost>(name + ", later", [&] { world.barrier(0); });
+    const std::unique_ptr<Group> rest = host.group(rank, {0, 2}, next);
+    float one = 1;
+    rest->all_reduce(&one, &one, call_of(Verb::kAllReduce, 1));
+    expect(one == 2, name + ": the survivors reduce");
+  });
+}
+
+void run_out_of_time() {
+  Host host(3);
+  run("timeout", host, [](int rank, Group& world) {
+    if (rank == 2) nap_ms(60);
+    const auto late = [&] { world.all_reduce(nullptr, nullptr, call_of(Verb::kAllReduce, 0, 0, rank == 0 ? 0.02 : 0)); };
+    const std::string text = expect_throw<Timeout>("timeout", late);
+    expect(contains(text, rank == 0 ? "late " : "timeout 0 "), "whose time ran out: " + text);
+    expect_throw<Timeout>("after a timeout", [&] { world.barrier(0); });
+  });
+}
+
+void disagree() {
+  Host host(3);
+  run("mismatch", host, [](int rank, Group& world) {
+    for (int which = 0; which < kCalls; ++which) {
+      if (which == 2) continue;  // what rank 1 calls below
+      const std::string text = expect_throw<Mismatch>("mismatch", [&] { call(world, rank == 1 ? 2 : which); });
+      expect(contains(text, "calls ") && contains(text, std::to_string(1 | 11 << 16) + "/3 "), "both sides: " + text);
+      float one = 1;
+      world.all_reduce(&one, &one, call_of(Verb::kAllReduce, 1));
+      expect(one == 3, "the group goes on");
+      std::vector<float> large(50'000, 1.0f);
+      world.all_reduce(large.data(), large.data(), call_of(Verb::kAllReduce, large.size()));
+      expect(large == std::vector<float>(large.size(), 3.0f), "and its ring is in step");
+    }
+    std::vector<float> buffer(30, 1.0f);
+    std::vector<std::size_t> splits(3, 10), others(3, rank == 2 ? 9 : 10);
+    const auto split = [&] { world.all_to_all(buffer.data(), buffer.data(), splits.data(), others.data(), call_of(Verb::kAllToAll, 0)); };
+    expect(contains(expect_throw<Mismatch>("splits", split), "splits 2 0 9 10"), "the splits are named");
+    world.barrier(0);
+  });
+}
+
+void interrupt() {
+  Host host(2);
+  run("interrupt", host, [](int rank, Group& world) {
+    if (rank == 1) {
+      nap_ms(30);
+      const std::string text = expect_throw<PeerLost>("the other is told", [&] { world.barrier(0); });
+      return expect(contains(text, "interrupted 0 "), "and who it was: " + text);
+    }
+    is_interrupted = true;
+    expect_throw<Interrupt>("interrupt", [&] { world.barrier(0); });
+    is_interrupted = false;
+  });
+}
+
+void use_from_two_threads() {
+  Host host(2);
+  run("two threads", host, [](int rank, Group& world) {
+    std::atomic<int> refused{0};
+    if (rank == 0) {
+      std::thread second([&] {
+        nap_ms(20);
+        expect_throw<Misuse>("a second thread", [&] { world.barrier(0); });
+        ++refused;
+      });
+      world.barrier(0);
+      second.join();
+      expect(refused == 1, "the second thread was refused");
+    } else {
+      nap_ms(60);
+      world.barrier(0);
+    }
+  });
+}
+
+void lose_messages() {
+  Host host(2);
+  run("messages and death", host, [&](int rank, Group& world) {
+    if (rank == 1) {
+      nap_ms(5);
+      return host.lives[1]->kill();
+    }
+    float one = 0;
+    Mailbox& box = world.mailbox();
+    const auto forgotten = box.receive(&one, sizeof one, 1, 1);  // nobody waits for it: the helper finds out
+    const auto awaited = box.receive(&one, sizeof one, 1, 2);
+    expect_throw<PeerLost>("a message from the dead", [&] { box.wait(awaited, 20'000'000'000); });
+    expect_throw<PeerLost>("another one", [&] { box.wait(forgotten, 20'000'000'000); });
+  });
+  Host other(2);
+  run("messages and time", other, [](int rank, Group& world) {
+    float one = 0;
+    Mailbox& box = world.mailbox();
+    if (rank == 0) expect_throw<Timeout>("a message in time", [&] { box.wait(box.receive(&one, sizeof one, 1, 1), 5'000'000); });
+  });
+}
+
+}  // namespace
+
+void test_failures() {
+  for (int which = 0; which < kCalls; ++which) die_after(which);
+  run_out_of_time();
+  disagree();
+  interrupt();
+  use_from_two_threads();
+  lose_messages();
+}
+
+}  // namespace pycomm::shm::test

@@ -1,0 +1,131 @@
+// The shared-memory protocol under the sanitizers. Prints what is wrong; returns 0 if nothing is.
+#include "shm_ranks.h"
+
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+namespace pycomm::shm::test {
+
+int failures = 0, checks = 0;
+thread_local bool is_interrupted = false;
+
+void expect(bool holds, const std::string& what) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  ++checks;
+  if (holds) return;
+  ++failures;
+  std::printf("wrong: %s\n", what.c_str());
+  std::fflush(stdout);
+}
+
+Life::Life() : pid_(fork()) {
+  if (pid_ == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // it ends with the test, however that ends
+    for (;;) pause();
+  }
+  pidfd_ = static_cast<int>(syscall(SYS_pidfd_open, pid_, 0));
+}
+
+Life::~Life() {
+  kill();
+  close(pidfd_);
+}
+
+void Life::kill() {
+  if (!is_alive_) return;
+  is_alive_ = false;
+  ::kill(pid_, SIGKILL);
+  waitpid(pid_, nullptr, 0);
+}
+
+Host::Host(int ranks_, int ranks_per_core_) : ranks(ranks_), ranks_per_core(ranks_per_core_), fd(create_memory(ranks_)) {
+  check_memory(fd, ranks);
+  for (int r = 0; r < ranks; ++r) {
+    lives.push_back(std::make_unique<Life>());
+    heaps.push_back(std::make_shared<Heaps>(fd, ranks, r));
+  }
+}
+
+Host::~Host() { close(fd); }
+
+std::unique_ptr<Group> Host::group(int rank, std::vector<int> members, std::uint64_t area, double timeout_s) const {
+  Group::Setup setup{};
+  setup.fd = fd, setup.host_ranks = ranks, setup.area = area;
+  setup.ranks = static_cast<int>(members.size());
+  for (int i = 0; i < setup.ranks; ++i) {
+    const bool is_self = members[i] == rank;
+    if (is_self) setup.rank = i;
+    setup.pidfds.push_back(is_self ? -1 : lives[members[i]]->pidfd());
+    setup.pids.push_back(lives[members[i]]->pid());
+    setup.members = setup.members * 131 + static_cast<std::uint64_t>(members[i]) + 1;
+  }
+  setup.host_rank_of = std::move(members);
+  setup.name = "test";
+  setup.timeout_ns = static_cast<std::int64_t>(timeout_s * 1e9);
+  setup.ranks_per_core = ranks_per_core;
+  setup.heaps = heaps[rank];
+  setup.about_to_block = [] {};
+  setup.check_interrupt = [] {
+    if (is_interrupted) throw Interrupt("interrupted");
+  };
+  return std::make_unique<Group>(std::move(setup));
+}
+
+void run(const std::string& name, Host& host, const Body& body) {
+  std::vector<int> all(host.ranks);
+  std::iota(all.begin(), all.end(), 0);
+  const std::uint64_t area = host.heaps[0]->take_area();
+  std::vector<std::unique_ptr<Group>> worlds(host.ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < host.ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        worlds[rank] = host.group(rank, all, area);
+        body(rank, *worlds[rank]);
+      } catch (const std::exception& error) {
+        expect(false, name + ", rank " + std::to_string(rank) + ": " + error.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<float> input_of(int rank, std::size_t numel) {
+  std::vector<float> values(numel);
+  for (std::size_t i = 0; i < numel; ++i) values[i] = value(rank, i);
+  return values;
+}
+
+Call call_of(Verb verb, std::size_t numel, int root, double timeout_s) {
+  Call call{verb};
+  call.dtype = DType::kFloat32;
+  call.numel = numel;
+  call.root = root;
+  call.timeout_ns = static_cast<std::int64_t>(timeout_s * 1e9);
+  return call;
+}
+
+}  // namespace pycomm::shm::test
+
+int main(int count, char** arguments) {
+  using namespace pycomm::shm::test;
+  if (count == 2) {
+    test_memory(arguments[1]);
+  } else {
+    test_collectives();
+    test_messages();
+    test_failures();
+    test_groups();
+  }
+  std::printf("%d checks, %d failures\n", checks, failures);
+  return failures == 0 ? 0 : 1;
+}

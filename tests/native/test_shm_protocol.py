@@ -1,0 +1,54 @@
+"""The shared-memory protocol in C++, under the sanitizers, its ranks threads of one process on one segment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from native_build import ROOT, Build
+
+HERE = Path(__file__).parent
+# Under ThreadSanitizer a byte must have one address; see one_mapping.cpp.
+REPLACED = {"address": {}, "thread": {"mapping.cpp": HERE / "one_mapping.cpp"}}
+# A length that no memory holds must reach the code under test as bad_alloc. Leaks would be looked for by ptrace, which
+# containers forbid.
+OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "TSAN_OPTIONS": "allocator_may_return_null=1"}
+
+
+def build_program(build: Build, sanitizer: str) -> Path:
+    shm = [REPLACED[sanitizer].get(path.name, path) for path in sorted((ROOT / "csrc/shm").glob("*.cpp"))]
+    cpu = ROOT / "csrc/kernels/cpu"
+    kernels = [cpu / "isa.cpp", *sorted(cpu.glob("reduce*.cpp"))]
+    return build("shm_test", sanitizer, [*shm, *kernels, *sorted(HERE.glob("shm_*.cpp"))])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_no_report(build: Build, sanitizer: str) -> None:
+    program = build_program(build, sanitizer)
+    result = subprocess.run(
+        [program], env={**os.environ, **OPTIONS}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-8000:]
+    assert " checks, 0 failures" in result.stdout and "0 checks" not in result.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_full_file_system_is_an_error_with_the_size(build: Build) -> None:
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs a mount namespace, which this system does not give")
+    program = build_program(build, "address")
+    script = 'mount -t tmpfs -o size=256k none /dev/shm && exec "$0" /dev/shm/segment'
+    result = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script, str(program)],
+        env={**os.environ, **OPTIONS},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "checks, 0 failures" in result.stdout

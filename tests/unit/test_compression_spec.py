@@ -1,0 +1,66 @@
+"""The grammar of compression=, and the errors of what does not follow it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycomm import ConfigError, compression
+from pycomm.compression import CODECS, WRAPPERS, Compressor, parse
+from pycomm.compression.spec import ALIASES
+
+
+@pytest.mark.parametrize("name", CODECS.names())
+def test_every_codec_is_a_function_and_its_spec_makes_it_again(name: str) -> None:
+    made = getattr(compression, name)()
+    assert isinstance(made, Compressor)
+    assert made.name == name
+    assert parse(made.spec).spec == made.spec
+
+
+@pytest.mark.parametrize("name", WRAPPERS.names())
+def test_every_wrapper_is_a_function_and_its_spec_makes_it_again(name: str) -> None:
+    made = getattr(compression, name)(compression.topk(0.5))
+    assert made.name == name
+    assert parse(made.spec).spec == made.spec
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_alias_is_known(alias: str) -> None:
+    spec = alias if ALIASES[alias][0] in CODECS.names() else f"topk:0.5+{alias}"
+    assert parse(parse(spec).spec).spec == parse(spec).spec
+
+
+def test_text_dict_and_functions_say_the_same() -> None:
+    made = compression.error_feedback(compression.topk(ratio=0.01))
+    assert parse("topk:1%+ef").spec == made.spec
+    assert parse("topk:ratio=0.01+error_feedback:classic").spec == made.spec
+    assert parse({"topk": {"ratio": 0.01}, "ef": {}}).spec == made.spec
+    assert parse(made) is made
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("int9", "unknown compression 'int9'; known: .*cast.*int8"),
+        ("quantize:int9", "unknown format 'int9'; known: .*int4, int8"),
+        ("int8+nothing", "unknown compression wrapper 'nothing'; known: .*error_feedback.*ef21"),
+        ("topk:ratio=0.1,0.2", "'0.2' has no name"),
+        ("topk:share=0.1", "topk.*unexpected keyword argument 'share'"),
+        ("int8:64", "name its arguments, as in 'int8:block_numel=64'"),
+        ("int8:block_numel=33", "block_numel"),
+        ("int8:rounding=up", "unknown rounding 'up'; known: nearest, stochastic"),
+        ("qsgd:levels=200", "levels in 1..127"),
+        ("powersgd:0", "a rank of 1 or more"),
+        ("int8+every:0", "a period of 1 call or more"),
+        ("int8+dgc", "around a sparse codec"),
+        ("int8+every:2+ef", "swap the two"),
+        ("int8+policy+every:2", "a policy chooses among compressors"),
+        ("int8+ef:ef22", "unknown mode 'ef22'; known: classic, ef21"),
+        ("", "expected a text such as 'int8'"),
+        (5, "expected a text such as 'int8'"),
+        ({"topk": 0.1}, "expected {name: {argument: value}}"),
+    ],
+)
+def test_mistakes_are_explained(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(spec)

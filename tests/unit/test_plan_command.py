@@ -1,0 +1,69 @@
+"""`pycomm plan`, as a user calls it."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pycomm.cli.__main__ import main
+from pycomm.cli.plan import parse_bandwidth, parse_time
+from pycomm.errors import ConfigError
+
+
+def test_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "ring", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "ring: all_reduce of 4 ranks" in text and "6 rounds; the busiest rank sends 3/2 S in 6 messages" in text
+    assert "Chunk 0 becomes ((x1 + x2) + x3) + x0" in text
+    assert re.search(r"0 +<-3 2 +<-0 3 +<-1 0 +<-2 1", text)
+
+
+def test_all_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan hierarchical --hosts 2 --ranks 8 --predict 64MiB --latency 5us --bandwidth 25Gbit"
+    assert main(command.split()) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows[0][0] == "hierarchical" and {"ring", "tree", "direct", "halving_doubling"} <= {row[0] for row in rows}
+    assert 21.4 < float(rows[0][1]) < 30  # 64 MiB, once each way, at 3.125 GB/s: 21.47 ms
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed: pip install 'pycomm[plot]'")
+@pytest.mark.parametrize(
+    "arguments", [["ring", "4"], ["hierarchical", "--hosts", "3,2,1"], ["direct", "5", "--verb=gather"]]
+)
+def test_pictures(arguments: list[str], tmp_path: Path) -> None:
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    assert main(["plan", *arguments, "--svg", str(svg), "--png", str(png)]) == 0
+    assert "<svg" in svg.read_text(encoding="utf-8") and png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("rnig 4", "unknown algorithm 'rnig'; known: direct, "),
+        ("ring", "expected a number of ranks"),
+        ("ring 4 --ranks 5", "give the number once"),
+        ("ring --hosts 2,x", "expected a number of hosts"),
+        ("ring 4 --hosts 2,3", "holds 5 ranks, but 4 were asked for"),
+        ("ring 100", "too many to show"),
+        ("tree 4 --verb all_gather_single", "tree has no plan for 'all_gather_single'; it has: all_reduce,"),
+        (
+            "hierarchical --hosts 3,1 --verb all_gather_single",
+            "no plan of all_gather_single for 4 ranks on hosts of 3, 1",
+        ),
+        ("ring 4 --predict 1MiB --bandwidth fast", "the bandwidth 'fast' is not understood"),
+        ("ring 4 --predict 1MiB --latency 5", "the time '5' is not understood"),
+    ],
+)
+def test_mistakes(arguments: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments.split()]) == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_units() -> None:
+    assert parse_time("5us") == pytest.approx(5e-6) and parse_time("0.2ms") == pytest.approx(2e-4)
+    assert parse_bandwidth("25Gbit") == 3.125e9 and parse_bandwidth("3GB/s") == 3e9 and parse_bandwidth("1MiB") == 2**20
+    with pytest.raises(ConfigError):
+        parse_bandwidth("0Gbit")
