@@ -1,6 +1,6 @@
 """How close an all_reduce of private buffers is to what the memory allows.
 
-    pycomm run -n 2 benchmarks/limits.py [--max-bytes 64M]
+    pycomm run -n 2 benchmarks/limits.py [--max-bytes 64MiB]
 
 The least that any all_reduce in place must do to a rank's buffer is to read it once and to write it once. This takes
 both times in turns, on the same buffers and in the same rounds: of ``pycomm.all_reduce``, and of one pass in place
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pycomm
+from pycomm.sizes import format_bytes, parse_bytes
 
 SETS_BYTES = 128 << 20
 MAX_SETS = 16
@@ -60,8 +61,8 @@ def measure(nbytes: int) -> tuple[float, float]:
 def main() -> None:
     """Measures and prints the table on rank 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--max-bytes", default="64M", help="largest buffer, such as 64M")
-    largest = int(parser.parse_args().max_bytes.upper().rstrip("IB").rstrip("M")) << 20
+    parser.add_argument("--max-bytes", default="64MiB", type=parse_bytes, help="largest buffer, such as 64MiB")
+    largest = parser.parse_args().max_bytes
     torch.set_num_threads(1)
     pycomm.init()
     table = Table(title=f"all_reduce of private buffers beside one pass over them, {pycomm.world_size()} ranks")
@@ -70,7 +71,7 @@ def main() -> None:
     nbytes = 64 << 10
     while nbytes <= largest:
         reduce_us, pass_us = measure(nbytes)
-        table.add_row(f"{nbytes >> 10} KiB", f"{reduce_us:.1f}", f"{pass_us:.1f}", f"{reduce_us / pass_us:.2f}")
+        table.add_row(format_bytes(nbytes), f"{reduce_us:.1f}", f"{pass_us:.1f}", f"{reduce_us / pass_us:.2f}")
         nbytes *= 4
     if pycomm.rank() == 0:
         Console().print(table)

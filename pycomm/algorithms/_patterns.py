@@ -19,6 +19,7 @@ __all__ = [
     "moved",
     "padded",
     "place",
+    "rooted",
     "row",
     "together",
 ]
@@ -102,6 +103,18 @@ def together(parts: Iterable[Sequence[Round]]) -> tuple[Round, ...]:
 def padded(rounds: Sequence[Round], length: int) -> tuple[Round, ...]:
     """Returns ``rounds`` and as many idle ones as make them ``length``: rounds of all ranks go by one number."""
     return (*rounds, *[IDLE] * (length - len(rounds)))
+
+
+def rooted(verb: str, rank: int, world_size: int, root: int, chunks: int, rounds: Sequence[Round]) -> Plan:
+    """Returns the plan of a reduce (every rank has an input, the root the output) or a broadcast (the other way)."""
+    return Plan(
+        verb=verb,
+        rank=rank,
+        world_size=world_size,
+        input_chunks=chunks if verb == "reduce" or rank == root else 0,
+        output_chunks=chunks if (verb == "reduce") == (rank == root) else 0,
+        rounds=tuple(rounds),
+    )
 
 
 def all_reduce_of_reduce_and_broadcast(reduce: Plan, broadcast: Plan) -> Plan:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..topology import Topology
-from ._patterns import IDLE, all_reduce_of_reduce_and_broadcast, together
+from ._patterns import IDLE, all_reduce_of_reduce_and_broadcast, rooted, together
 from .plan import Chunk, Plan, Recv, Reduce, Round, Send, Space
 
 __all__ = ["VERBS", "plan"]
@@ -41,15 +41,8 @@ def plan(verb: str, rank: int, topology: Topology, root: int = 0) -> Plan:
         return all_reduce_of_reduce_and_broadcast(plan("reduce", rank, topology), plan("broadcast", rank, topology))
     n = topology.world_size
     one_tree = _broadcast if verb == "broadcast" else _reduce
-    is_root = rank == root
-    return Plan(
-        verb=verb,
-        rank=rank,
-        world_size=n,
-        input_chunks=2 if verb == "reduce" or is_root else 0,
-        output_chunks=2 if (verb == "reduce") == is_root else 0,
-        rounds=together(one_tree(half, _position((rank - root) % n, n, half, root)) for half in (0, 1)),
-    )
+    halves = [one_tree(half, _position((rank - root) % n, n, half, root)) for half in (0, 1)]
+    return rooted(verb, rank, n, root, 2, together(halves))
 
 
 class _Neighbour(NamedTuple):

@@ -22,7 +22,7 @@ Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operati
 from __future__ import annotations
 
 from ..topology import Topology
-from ._patterns import IDLE, all_reduce_of_reduce_and_broadcast
+from ._patterns import IDLE, all_reduce_of_reduce_and_broadcast, rooted
 from .plan import Chunk, Plan, Recv, Reduce, Round, Send, Space
 
 __all__ = ["VERBS", "plan"]
@@ -36,16 +36,8 @@ def plan(verb: str, rank: int, topology: Topology, root: int = 0) -> Plan:
         return all_reduce_of_reduce_and_broadcast(plan("reduce", rank, topology), plan("broadcast", rank, topology))
     n = topology.world_size
     ring = [(root + step) % n for step in range(n)]
-    place, is_root = (rank - root) % n, rank == root
-    rounds = _broadcast(ring, place) if verb == "broadcast" else _reduce(ring, place)
-    return Plan(
-        verb=verb,
-        rank=rank,
-        world_size=n,
-        input_chunks=1 if verb == "reduce" or is_root else 0,
-        output_chunks=1 if (verb == "reduce") == is_root else 0,
-        rounds=tuple(rounds),
-    )
+    rounds = _broadcast if verb == "broadcast" else _reduce
+    return rooted(verb, rank, n, root, 1, rounds(ring, (rank - root) % n))
 
 
 def _distances(n: int) -> list[int]:

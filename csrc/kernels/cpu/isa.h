@@ -1,6 +1,5 @@
 // What one instruction set offers. Each of reduce_{avx512,avx2,generic}.cpp compiles reduce_body.h into an Isa, each of
-// codec_{avx512,avx2,generic}.cpp codec_body.h into its Codecs; isa.cpp and
-// codecs.cpp pick one at run time.
+// codec_{avx512,avx2,generic}.cpp codec_body.h into its Codecs; isa.cpp and codecs.cpp pick one at run time.
 #pragma once
 
 #include "../pack.h"
@@ -16,7 +15,7 @@ struct ReduceJob {
   const char* const* inputs;
   std::size_t begin, end;
   const double* factors;
-  int num_inputs, num_outputs;  // last: padding before `begin` would let the compiler write it in parts, which the kernel waits for
+  int num_inputs, num_outputs;  // last: after padding the compiler would write `begin` in parts, and reading it whole waits
 };
 
 struct ReduceKernel {
