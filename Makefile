@@ -14,7 +14,7 @@ native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu'
 .DELETE_ON_ERROR:
 
 run: setup
-	$(bin)/pycomm run -n 2 examples/train_digits.py
+	$(bin)/pycomm run -n 2 examples/train_digits.py --plot digits.png
 
 test: setup $(VENV)/.stamp-spin
 	$(bin)/python -m pytest $(TESTS)

@@ -1,7 +1,7 @@
-"""Data-parallel training, written out by hand: handwritten digits, one all_reduce of all gradients a step.
+"""Data-parallel training: a convolution net on handwritten digits, with DistributedDataParallel.
 
-Each rank trains on its own share of the images. Gradients live in one flat buffer, which is averaged over the ranks
-after each backward pass; the ranks start from the same parameters and so stay bit for bit the same.
+Each rank trains on its own share of the images. The wrapper starts all ranks from rank 0's parameters and averages the
+gradients during each backward pass, so the ranks stay bit for bit the same.
 
     pycomm run -n 2 examples/train_digits.py
     torchrun --nproc-per-node 2 examples/train_digits.py
@@ -12,6 +12,7 @@ after each backward pass; the ranks start from the same parameters and so stay b
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 
@@ -56,15 +57,6 @@ def load_data(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
     return images[training], labels[training], images[held_out], labels[held_out]
 
 
-def flatten_gradients(model: nn.Module) -> torch.Tensor:
-    """Lays the gradients of all parameters into one buffer ``(numel,)``, so that one all_reduce carries them."""
-    parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
-        parameter.grad = part.view_as(parameter)
-    return flat
-
-
 def share_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's rows; every rank gets the same number of them."""
     rank, world_size = pycomm.rank(), pycomm.world_size()
@@ -91,24 +83,45 @@ def parameters_are_identical(model: nn.Module) -> bool:
 
 def train(
     model: nn.Module, images: torch.Tensor, labels: torch.Tensor, options: argparse.Namespace, progress: Progress
-) -> None:
-    """Runs ``options.epochs`` epochs over this rank's share of ``images (n, 1, 8, 8)`` and ``labels (n,)``."""
+) -> list[float]:
+    """Runs ``options.epochs`` epochs over this rank's share of ``images (n, 1, 8, 8)`` and ``labels (n,)``.
+
+    Returns the mean loss of each epoch, over all ranks.
+    """
     images, labels = share_of(images), share_of(labels)
-    gradients = flatten_gradients(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     batch = max(1, options.batch // pycomm.world_size())
     shuffle = torch.Generator().manual_seed(options.seed + pycomm.rank())
     task = progress.add_task("training", total=options.epochs, loss=float("nan"))
+    losses = []
     for _ in range(options.epochs):
+        total = torch.zeros(2)
         for rows in torch.randperm(len(labels), generator=shuffle).split(batch):
-            gradients.zero_()
+            optimizer.zero_grad()
             loss = functional.cross_entropy(model(images[rows]), labels[rows])
-            loss.backward()
-            pycomm.all_reduce(gradients, op=pycomm.ReduceOp.AVG)
+            loss.backward()  # and the gradients are the mean over the ranks
             optimizer.step()
+            total += torch.tensor([loss.item(), 1.0])
         schedule.step()
-        progress.update(task, advance=1, loss=loss.item())
+        pycomm.all_reduce(total)
+        losses.append((total[0] / total[1]).item())
+        progress.update(task, advance=1, loss=losses[-1])
+    return losses
+
+
+def draw_losses(losses: list[float], path: str) -> None:
+    """Saves the loss of each epoch as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.semilogy(range(1, len(losses) + 1), losses)
+    axes.set(xlabel="epoch", ylabel="training loss", title=f"digits, {pycomm.world_size()} rank(s)")
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
 
 
 def main() -> int:
@@ -118,7 +131,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64, help="images a step, over all ranks (default: 64)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="save the loss curve, for example as digits.png")
     options = parser.parse_args()
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
 
     torch.set_num_threads(1)
     group = pycomm.init()
@@ -129,9 +145,7 @@ def main() -> int:
     console.print(f"{pycomm.world_size()} rank(s), transport {group.transport.name}")
 
     train_images, train_labels, test_images, test_labels = load_data(options.seed)
-    model = DigitNet()
-    for parameter in model.parameters():  # every rank drew its own; rank 0's count
-        pycomm.broadcast(parameter.data, 0)
+    model = pycomm.DistributedDataParallel(DigitNet())
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -140,11 +154,14 @@ def main() -> int:
     )
     started = time.perf_counter()
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        train(model, train_images, train_labels, options, progress)
+        losses = train(model, train_images, train_labels, options, progress)
     elapsed_s = time.perf_counter() - started
 
     accuracy = held_out_accuracy(model, test_images, test_labels)
     are_identical = parameters_are_identical(model)
+    if options.plot is not None and pycomm.rank() == 0:
+        draw_losses(losses, options.plot)
+        console.print(f"loss curve: {options.plot}")
     console.print(monitor.table(f"collectives of rank 0 (of {pycomm.world_size()})"))
     console.print(f"trained {options.epochs} epochs in {elapsed_s:.1f} s")
     console.print(f"parameters identical on all ranks: {'yes' if are_identical else 'NO'}")

@@ -35,7 +35,17 @@ if TYPE_CHECKING:
     from .collectives.explain import explain
     from .collectives.group import Group
     from .collectives.hooks import CollectiveRecord
-    from .collectives.init import finalize, init, is_initialized, local_rank, new_group, rank, split, world_size
+    from .collectives.init import (
+        finalize,
+        get_group,
+        init,
+        is_initialized,
+        local_rank,
+        new_group,
+        rank,
+        split,
+        world_size,
+    )
     from .collectives.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
     from .collectives.memory import empty, zeros
     from .collectives.objects import (
@@ -60,27 +70,33 @@ if TYPE_CHECKING:
         reduce_scatter_tensor,
     )
     from .collectives.work import Work
+    from .engines.ddp import DistributedDataParallel
+    from .engines.mesh import Mesh
+    from .engines.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    name: f"pycomm.collectives.{module}"
+    name: f"pycomm.{module}"
     for module, names in {
-        "coalescing": "coalescing",
-        "compression_wire": "CompressionReport",
-        "context": "NON_MEMBER",
-        "explain": "explain",
-        "group": "Group",
-        "hooks": "CollectiveRecord",
-        "init": "finalize init is_initialized local_rank new_group rank split world_size",
-        "lists": "all_gather all_to_all gather reduce_scatter scatter",
-        "memory": "empty zeros",
-        "objects": "all_gather_object broadcast_object_list gather_object recv_object_list scatter_object_list "
-        "send_object_list",
-        "p2p": "P2POp batch_isend_irecv irecv isend recv send",
-        "verbs": "all_gather_into_tensor all_gather_single all_reduce all_reduce_mean all_to_all_single barrier "
-        "broadcast reduce reduce_scatter_single reduce_scatter_tensor",
-        "work": "Work",
+        "collectives.coalescing": "coalescing",
+        "collectives.compression_wire": "CompressionReport",
+        "collectives.context": "NON_MEMBER",
+        "collectives.explain": "explain",
+        "collectives.group": "Group",
+        "collectives.hooks": "CollectiveRecord",
+        "collectives.init": "finalize get_group init is_initialized local_rank new_group rank split world_size",
+        "collectives.lists": "all_gather all_to_all gather reduce_scatter scatter",
+        "collectives.memory": "empty zeros",
+        "collectives.objects": "all_gather_object broadcast_object_list gather_object recv_object_list "
+        "scatter_object_list send_object_list",
+        "collectives.p2p": "P2POp batch_isend_irecv irecv isend recv send",
+        "collectives.verbs": "all_gather_into_tensor all_gather_single all_reduce all_reduce_mean all_to_all_single "
+        "barrier broadcast reduce reduce_scatter_single reduce_scatter_tensor",
+        "collectives.work": "Work",
+        "engines.ddp": "DistributedDataParallel",
+        "engines.mesh": "Mesh",
+        "engines.optimizer": "DistributedOptimizer broadcast_optimizer_state broadcast_parameters",
     }.items()
     for name in names.split()
 }
@@ -94,7 +110,10 @@ __all__ = [
     "CompressionReport",
     "Config",
     "ConfigError",
+    "DistributedDataParallel",
+    "DistributedOptimizer",
     "Group",
+    "Mesh",
     "NativeUnavailableError",
     "P2POp",
     "PeerLostError",
@@ -117,6 +136,8 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "coalescing",
     "compression",
     "empty",
@@ -124,6 +145,7 @@ __all__ = [
     "finalize",
     "gather",
     "gather_object",
+    "get_group",
     "init",
     "irecv",
     "is_initialized",

@@ -28,7 +28,18 @@ from .group import Group
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["finalize", "init", "is_initialized", "join_ranks", "local_rank", "new_group", "rank", "split", "world_size"]
+__all__ = [
+    "finalize",
+    "get_group",
+    "init",
+    "is_initialized",
+    "join_ranks",
+    "local_rank",
+    "new_group",
+    "rank",
+    "split",
+    "world_size",
+]
 
 _log = logging.getLogger("pycomm")
 _inherited: list[Any] = []
@@ -88,6 +99,14 @@ def finalize() -> None:
 def is_initialized() -> bool:
     """Says whether ``init`` has made a default group that is not yet closed."""
     return default_group() is not None
+
+
+def get_group(group: Any = None) -> Group:
+    """Returns the Group that a ``group`` argument means: the default one for None, that around a torch ProcessGroup.
+
+    Without ``init`` an initialized torch.distributed is joined. Raises ConfigError if there is none.
+    """
+    return resolve(group)
 
 
 def rank(group: Any = None) -> int:

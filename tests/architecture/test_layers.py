@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import pycomm
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pycomm"
 
@@ -82,7 +84,8 @@ def test_every_unit_has_a_layer() -> None:
 def test_imports_go_down_only(path: Path) -> None:
     here = unit_of(module_of(path))
     bad = []
-    for line, module in imports(path):
+    # The package's own __init__ loads names on first use, from any layer; for type checkers it says from where.
+    for line, module in imports(path, runtime_only=here == "pycomm"):
         if module.split(".")[0] != "pycomm":
             continue
         there = unit_of(module)
@@ -175,3 +178,44 @@ def test_nothing_but_the_object_verbs_unpickles() -> None:
     assert not [
         line for line in lines if re.search(r"\b(torch\.load\(|_object_list\(.*dist\b|allow_pickle=True)", line)
     ]
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+ENGINES = ("engines", "reducer")
+OPEN_TO_ENGINES = {"pycomm", "ops", "overlap", "errors", "types", "sizes", "topology", *ENGINES}
+# Activations and scalars: partial sums of a layer, norms, flags, times. Gradients of parameters: reduce.py alone.
+MAY_REDUCE = {
+    "reducer/reduce.py": "all of them",
+    "reducer/reducer.py": "which parameters have a gradient",
+    "reducer/planner.py": "measured times",
+    "engines/_buffers.py": "buffers of the model",
+}
+
+
+def test_engines_use_the_public_interface() -> None:
+    """What an engine needs, a program of a user's can have."""
+    for path in sources():
+        if unit_of(module_of(path)) not in ENGINES:
+            continue
+        for line, module in imports(path):
+            if module.split(".")[0] == "pycomm":
+                assert unit_of(module) in OPEN_TO_ENGINES, f"{path.relative_to(ROOT)}:{line}: {module} is internal"
+        names = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)
+        ]
+        for node in names:
+            if isinstance(node.value, ast.Name) and node.value.id == "pycomm":
+                public = pycomm.__all__
+                assert node.attr in public, f"{path.relative_to(ROOT)}:{node.lineno}: pycomm.{node.attr} is not public"
+
+
+def test_gradients_cross_the_wire_in_one_file() -> None:
+    for path in sources():
+        if unit_of(module_of(path)) not in ENGINES or str(path.relative_to(PACKAGE)) in MAY_REDUCE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith(("all_reduce", "reduce_scatter")):
+                raise AssertionError(
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr} belongs into reducer/reduce.py"
+                )

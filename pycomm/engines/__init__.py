@@ -1,0 +1,5 @@
+"""Engines that train on the primitives: data parallel, pipeline, tensor parallel. The public names are in ``pycomm``.
+
+An engine uses the package's public interface alone, as a program of yours could; gradients cross the wire in
+``reducer/reduce.py``.
+"""

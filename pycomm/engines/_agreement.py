@@ -1,0 +1,63 @@
+"""Before an engine starts: all ranks have the same model, and it can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+
+import pycomm
+
+from ..errors import CollectiveMismatchError, ConfigError
+
+__all__ = ["check_same_model", "trained_parameters"]
+
+
+def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns name and parameter of all that require a gradient, each once, also if it is tied to several names."""
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def check_same_model(tensors: Sequence[tuple[str, torch.Tensor]], group: pycomm.Group, what: str) -> None:
+    """Raises on every rank unless all have the same ``tensors``: names, shapes, dtypes, none of them on meta.
+
+    CollectiveMismatchError names the first difference and its ranks, ConfigError the tensors without memory.
+    ``what`` words the place.
+    """
+    described = [_describe(name, tensor) for name, tensor in tensors]
+    digest = int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little")
+    meta = [name for name, tensor in tensors if tensor.is_meta]
+    mine = torch.tensor([digest, len(meta)], dtype=torch.int64)
+    told = torch.empty(2 * group.world_size, dtype=torch.int64)
+    pycomm.all_gather_single(told, mine, group)
+    digests, metas = told.view(-1, 2).T.tolist()
+    if any(metas):
+        ranks = [rank for rank, number in enumerate(metas) if number]
+        raise ConfigError(
+            f"{what}: parameters on ranks {ranks} are on the meta device and have no memory (here: "
+            f"{', '.join(meta[:8]) or 'none'}); call module.to_empty(device=...) and initialize them first"
+        )
+    if len(set(digests)) > 1:
+        everyone: list[Any] = [None] * group.world_size
+        pycomm.all_gather_object(everyone, described, group)
+        raise CollectiveMismatchError(f"{what}: {_first_difference(everyone)}; build the same model on every rank")
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    frozen = "" if tensor.requires_grad else ", frozen"
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
+
+
+def _first_difference(everyone: Sequence[Sequence[str]]) -> str:
+    for place in range(max(len(each) for each in everyone)):
+        found = [each[place] if place < len(each) else "no further parameter" for each in everyone]
+        if len(set(found)) > 1:
+            kinds = [
+                f"ranks {[rank for rank, each in enumerate(found) if each == kind]} have {kind!r}"
+                for kind in dict.fromkeys(found)
+            ]
+            return f"the ranks built different models; parameter number {place} differs: {', '.join(kinds)}"
+    return "the ranks built different models"

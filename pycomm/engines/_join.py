@@ -1,0 +1,56 @@
+"""Ranks with different numbers of steps: one that has ended goes through the others' collectives with zeros.
+
+Before each forward pass the ranks tell each other what they do (one byte each): nothing any more, a step, or a step
+inside ``no_sync``, in which no gradient moves. So a rank that has ended knows which calls the others are about to make.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+import pycomm
+
+if TYPE_CHECKING:
+    from .ddp import DistributedDataParallel
+
+__all__ = ["Join"]
+
+_ENDED, _STEP, _NO_SYNC = 0, 1, 2
+
+
+class Join:
+    """One ``join()`` context of one rank."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._source = 0  # the first rank that still has data
+
+    def announce(self, is_syncing: bool) -> int:
+        """Says that this rank is about to make a step. Returns the first rank that still has data."""
+        self._tell(_STEP if is_syncing else _NO_SYNC)
+        return self._source
+
+    def follow_the_others(self) -> None:
+        """Takes part in the others' steps until all have ended; then all take the parameters of the last."""
+        ddp = self._ddp
+        while (others := self._tell(_ENDED)) != _ENDED:
+            if others == _STEP:
+                for parameter in ddp.module.parameters():
+                    parameter.grad = None
+                ddp.prepare_step(self._source)
+                ddp.reducer.reduce_now(is_joined=True)
+        ddp.reducer.scale = 1.0
+        ddp.sync_parameters(self._source)
+
+    def _tell(self, mine: int) -> int:
+        """Exchanges what the ranks are about to do; returns what those do that still have data."""
+        told = torch.empty(self._ddp.group.world_size, dtype=torch.uint8)
+        pycomm.all_gather_single(told, torch.tensor([mine], dtype=torch.uint8), self._ddp.group)
+        active = told.nonzero().flatten().tolist()
+        if not active:
+            return _ENDED  # the source stays the rank that ended last
+        self._source = active[0]
+        self._ddp.reducer.scale = len(told) / len(active)
+        return int(told[active].max()) if mine == _ENDED else mine

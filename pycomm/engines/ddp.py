@@ -1,0 +1,208 @@
+"""Data parallelism: every rank has the whole model and a share of the batch; gradients are averaged while they arise.
+
+    parameters   rank 0's, broadcast once                                                     (construction)
+    forward      buffers made equal, buckets laid out again when due                          (reducer.prepare)
+    backward     each finished gradient counts its bucket down; full buckets are sent         (reducer/reducer.py)
+    end of it    every ``.grad`` is the mean over the ranks; any optimizer may step
+
+After that all ranks hold bit for bit the same parameters, because they got the same gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import pycomm
+
+from ..errors import ConfigError
+from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
+from ..reducer.reduce import Wire
+from ..reducer.reducer import BucketHook, Reducer
+from ._agreement import check_same_model, trained_parameters
+from ._buffers import average_tensors, broadcast_tensors
+from ._join import Join
+
+__all__ = ["DistributedDataParallel"]
+
+_WRAPPED = "module."
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps ``module``: after ``backward()`` the gradients are the mean over the ranks of ``group``.
+
+    Made by every rank, which must have built the same model (CollectiveMismatchError names the first parameter that
+    differs, and the ranks); it starts from rank 0's parameters. ``state_dict`` has the module's own names.
+
+    - ``bucket_bytes``: bytes reduced together; a number, a text such as "25MiB", or "auto", which takes the size that
+      least exposes communication by the measured speed of the group and the measured backward pass.
+    - ``buffers``: what forward does with BatchNorm's statistics and the like: "broadcast" rank 0's, "average" them, or
+      None: each rank keeps its own.
+    - ``compression``: as of ``pycomm.all_reduce``: "bf16", "int4+ef", "auto", ... Gradients stay in their own dtype.
+    - ``find_unused_parameters``: parameters may lack a gradient; one that lacks it on all ranks keeps its ``.grad``.
+    - ``static_graph``: every step is like the first; allows reentrant checkpointing, saves a question a step.
+    - ``overlap``: reduce on the group's thread while backward goes on; None: where the wire leaves the host. Inside a
+      host reducing is the work of the same cores and memory, and nothing would be gained.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Any = None,
+        *,
+        bucket_bytes: int | str = "auto",
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        buffers: Literal["broadcast", "average"] | None = "broadcast",
+        compression: Any = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        overlap: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if buffers not in ("broadcast", "average", None):
+            raise ConfigError(f"buffers: expected 'broadcast', 'average' or None, got {buffers!r}")
+        self.module = module
+        self.group = pycomm.get_group(group)
+        self.buffers_mode = buffers
+        check_same_model(list(module.named_parameters()), self.group, "DistributedDataParallel")
+        self.reducer = Reducer(
+            trained_parameters(module),
+            Wire.of(self.group, compression, overlap),
+            bucket_bytes=bucket_bytes_of(bucket_bytes),
+            first_bucket_bytes=first_bucket_bytes,
+            finds_unused=find_unused_parameters,
+            is_static=static_graph,
+        )
+        self._known = [(id(p), p.requires_grad) for p in module.parameters()]
+        self._join: Join | None = None
+        self.sync_parameters()
+        self.register_state_dict_post_hook(_without_wrapper)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_wrapper)  # type: ignore[no-untyped-call]
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; with gradients enabled, after making it ready for a backward pass."""
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self.module(*args, **kwargs)
+        self._prepare()
+        output = self.module(*args, **kwargs)
+        self._watch(output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watch(self, output: Any) -> None:
+        """The backward pass begins at the output: inside reentrant checkpoints there are others, with other ends."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]
+
+    def _begins(self, _gradient: torch.Tensor) -> None:
+        self.reducer.begin_backward()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _prepare(self) -> None:
+        self._check_unchanged()
+        source = 0
+        if self._join is not None:
+            source = self._join.announce(self.reducer.is_enabled)
+        if self.reducer.is_enabled:
+            self.prepare_step(source)
+
+    def prepare_step(self, source: int) -> None:
+        """What all ranks do together before a step; buffers are rank ``source``'s."""
+        self.reducer.prepare()
+        buffers = list(self.module.buffers())
+        if buffers and self.buffers_mode == "broadcast":
+            broadcast_tensors(buffers, self.group, source)
+        elif buffers and self.buffers_mode == "average":
+            average_tensors(buffers, self.group)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only accumulate; the next backward pass outside averages the sums.
+
+        Around forward and backward of all micro-batches but the last.
+        """
+        was, self.reducer.is_enabled = self.reducer.is_enabled, False
+        try:
+            yield
+        finally:
+            self.reducer.is_enabled = was
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a training loop in which ranks have different numbers of steps.
+
+        A rank whose loop has ended takes part in the others' steps with nothing to give; gradients are the mean over
+        the ranks that still have data. At the end all have the parameters of the rank that trained longest.
+        """
+        self._join = Join(self)
+        try:
+            yield
+            self._join.follow_the_others()
+        finally:
+            self._join = None
+
+    def sync_gradients(self) -> None:
+        """Averages the gradients as they are now. Called by every rank; for loops that stay inside ``no_sync``."""
+        self.reducer.reduce_now()
+
+    def sync_parameters(self, group_src: int = 0) -> None:
+        """Copies the parameters and buffers of one rank to all. Called by every rank."""
+        with torch.no_grad():
+            broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.group, group_src)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradients down to a 2-norm of at most ``max_norm`` over all parameters; returns the norm it was.
+
+        It is computed on the buckets, and alike on all ranks: their gradients are equal after ``backward()``.
+        """
+        flats = [bucket.flat for bucket in self.reducer.buckets]
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(f, dtype=torch.float32) for f in flats])
+        )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if factor < 1.0:
+            for flat in flats:
+                flat.mul_(factor)
+        return norm
+
+    def register_bucket_hook(self, *, before: BucketHook | None = None, after: BucketHook | None = None) -> None:
+        """Calls ``before(bucket)`` when a bucket of this rank's gradients is about to be reduced, and ``after(bucket)``
+        once it holds the mean.
+
+        ``bucket.flat`` may be changed in place, alike on all ranks in ``after``. ``before`` runs inside ``backward()``.
+        """
+        if before is not None:
+            self.reducer.before.append(before)
+        if after is not None:
+            self.reducer.after.append(after)
+
+    def _check_unchanged(self) -> None:
+        now = [(id(p), p.requires_grad) for p in self.module.parameters()]
+        if now == self._known:
+            return
+        known = dict(self._known)
+        changed = [name for name, p in self.module.named_parameters() if known.get(id(p)) != p.requires_grad]
+        raise ConfigError(
+            f"forward: the module's parameters are not those that DistributedDataParallel was made with: expected "
+            f"{len(self._known)}, got {len(now)}; new, replaced, or with another requires_grad: "
+            f"{', '.join(changed[:8]) or 'none, but some are gone'}. Wrap the module again after changing it"
+        )
+
+
+def _without_wrapper(_module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
+    """The names in a checkpoint are the wrapped module's own."""
+    for name in [name for name in state if name.startswith(prefix + _WRAPPED)]:
+        state[prefix + name.removeprefix(prefix + _WRAPPED)] = state.pop(name)
+
+
+def _with_wrapper(_module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[prefix + _WRAPPED + name.removeprefix(prefix)] = state.pop(name)

@@ -1,0 +1,70 @@
+"""A bucket: parameters whose gradients are reduced together, and the flat buffer they lie in.
+
+[Note: gradients are views]
+After its bucket was gathered, a parameter's ``.grad`` is a view of the bucket's ``flat``: the reduced values are there
+without a copy out, and a later backward pass that accumulates into it needs no copy in. On transports with memory that
+the ranks share, ``flat`` lies in it, so that reducing does not stage it either: the copy of a fresh gradient into the
+bucket is the copy into shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+import pycomm
+
+from ..ops.pack import pack_
+
+__all__ = ["Bucket", "Entry"]
+
+_PACKED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Entry(NamedTuple):
+    """A parameter in a bucket: its ``number`` and ``name`` in the module, and its part of the flat buffer."""
+
+    number: int
+    name: str
+    parameter: torch.nn.Parameter
+    view: torch.Tensor
+
+
+class Bucket:
+    """The ``entries`` that are reduced together and their buffer ``flat (numel,)``; ``index`` counts the buckets."""
+
+    def __init__(self, index: int, named: Sequence[tuple[int, str, torch.nn.Parameter]], group: pycomm.Group) -> None:
+        """``named`` has number, name and parameter; all of one dtype, on one device."""
+        self.index = index
+        parameters = [parameter for _, _, parameter in named]
+        numels = [parameter.numel() for parameter in parameters]
+        self.flat = _allocate(sum(numels), parameters[0], group)
+        views = [part.view(p.shape) for part, p in zip(torch.split(self.flat, numels), parameters)]
+        self.entries = [Entry(*each, view) for each, view in zip(named, views)]
+        self.pending = len(self.entries)
+        self._is_packed = self.flat.is_cpu and self.flat.dtype in _PACKED
+
+    def gather(self) -> None:
+        """Brings every gradient into ``flat`` and makes it a view of it; a parameter without one counts as zeros."""
+        fresh = []
+        for entry in self.entries:
+            gradient = entry.parameter.grad
+            if gradient is None:
+                entry.view.zero_()
+            elif gradient is not entry.view:
+                fresh.append((entry, gradient))
+        if len(fresh) == len(self.entries) and self._is_packed and not any(each.is_neg() for _, each in fresh):
+            pack_(self.flat, [gradient for _, gradient in fresh])
+        else:
+            for entry, gradient in fresh:
+                entry.view.copy_(gradient)
+        for entry, _ in fresh:
+            entry.parameter.grad = entry.view
+
+
+def _allocate(numel: int, like: torch.Tensor, group: pycomm.Group) -> torch.Tensor:
+    if like.is_cpu and hasattr(group.transport, "allocate"):
+        return pycomm.empty(numel, dtype=like.dtype, shared=True, group=group)
+    return torch.empty(numel, dtype=like.dtype, device=like.device)

@@ -1,0 +1,116 @@
+"""Models, data and optimizers that the engines are compared on, and the single process that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["MODELS", "OPTIMIZERS", "STEPS", "batches", "loss_of", "make", "relative_error", "train_alone"]
+
+STEPS = 10
+ROWS = 12  # of a whole batch: 2, 3 and 4 ranks divide it
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class TinyGPT(nn.Module):
+    """Two layers; the input and output embeddings are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 16)
+        self.blocks = nn.Sequential(Attention(16), Attention(16))
+        self.head = nn.Linear(16, 17, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens))).transpose(1, 2)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+def conv() -> nn.Module:
+    """A convolution net with BatchNorm, whose statistics are those of a rank's own rows."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 5)
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "conv": conv, "gpt": TinyGPT}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Returns the model ``name`` with the same parameters each time."""
+    torch.manual_seed(7)
+    return MODELS[name]().to(dtype)
+
+
+def batches(name: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields inputs and targets of the whole world, for ``STEPS`` steps."""
+    draw = torch.Generator().manual_seed(11)
+    for _ in range(STEPS):
+        if name == "gpt":
+            tokens = torch.randint(17, (ROWS, 9), generator=draw)
+            yield tokens[:, :-1], tokens[:, 1:]
+        else:
+            shape = (ROWS, 1, 4, 4) if name == "conv" else (ROWS, 8)
+            yield torch.randn(shape, generator=draw).to(dtype), torch.randint(5, (ROWS,), generator=draw)
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the mean loss, computed in float32."""
+    return functional.cross_entropy(model(inputs).float(), targets)
+
+
+def train_alone(
+    name: str, optimizer_name: str, dtype: torch.dtype = torch.float32, shares: int = 1
+) -> dict[str, torch.Tensor]:
+    """Returns the state after training in one process; the loss is the mean of those of ``shares`` equal parts.
+
+    In parts a BatchNorm has the statistics that the ranks have; what is averaged of them is rank 0's.
+    """
+    model = make(name, dtype)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    for inputs, targets in batches(name, dtype):
+        optimizer.zero_grad()
+        start = {key: value.clone() for key, value in model.named_buffers()}
+        first: dict[str, torch.Tensor] = {}
+        for x, y in zip(inputs.chunk(shares), targets.chunk(shares)):
+            for key, buffer in model.named_buffers():
+                buffer.copy_(start[key])
+            (loss_of(model, x, y) / shares).backward()
+            first = first or {key: value.clone() for key, value in model.named_buffers()}
+        for key, buffer in model.named_buffers():
+            buffer.copy_(first[key])
+        optimizer.step()
+    return model.state_dict()
+
+
+def relative_error(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Returns the largest |difference| of any tensor, relative to the tensor's largest element."""
+    assert list(state) == list(expected)
+    return max(
+        (
+            (state[key].double() - expected[key].double()).abs().max()
+            / expected[key].double().abs().max().clamp(min=1e-3)
+        ).item()
+        for key in expected
+    )
