@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn import functional
 
 import pycomm
-from pycomm.monitor.bandwidth import BandwidthMonitor
 
 TARGET_ACCURACY = 0.97
 HELD_OUT = 0.2
@@ -139,8 +138,6 @@ def main() -> int:
     torch.set_num_threads(1)
     group = pycomm.init()
     torch.manual_seed(options.seed + pycomm.rank())
-    monitor = BandwidthMonitor(group.world_size)
-    group.add_hook(monitor)
     console = Console(quiet=pycomm.rank() != 0)
     console.print(f"{pycomm.world_size()} rank(s), transport {group.transport.name}")
 
@@ -162,7 +159,7 @@ def main() -> int:
     if options.plot is not None and pycomm.rank() == 0:
         draw_losses(losses, options.plot)
         console.print(f"loss curve: {options.plot}")
-    console.print(monitor.table(f"collectives of rank 0 (of {pycomm.world_size()})"))
+    console.print(pycomm.monitor.table(f"collectives of rank 0 (of {pycomm.world_size()})"))
     console.print(f"trained {options.epochs} epochs in {elapsed_s:.1f} s")
     console.print(f"parameters identical on all ranks: {'yes' if are_identical else 'NO'}")
     console.print(f"held-out accuracy: {accuracy:.2%} of {len(test_labels)} images (wanted: {TARGET_ACCURACY:.0%})")

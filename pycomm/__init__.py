@@ -28,7 +28,7 @@ from .errors import (
 from .types import PremulSum, ReduceOp, premul_sum
 
 if TYPE_CHECKING:
-    from . import compression
+    from . import compression, monitor, overlap
     from .collectives.coalescing import coalescing
     from .collectives.compression_wire import CompressionReport
     from .collectives.context import NON_MEMBER
@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from .engines.ddp import DistributedDataParallel
     from .engines.mesh import Mesh
     from .engines.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+    from .monitor.integrity import verify
+    from .overlap.stream import CommStream
 
 __version__ = "0.1.0"
 
@@ -97,9 +99,12 @@ _MODULE_OF = {
         "engines.ddp": "DistributedDataParallel",
         "engines.mesh": "Mesh",
         "engines.optimizer": "DistributedOptimizer broadcast_optimizer_state broadcast_parameters",
+        "monitor.integrity": "verify",
+        "overlap.stream": "CommStream",
     }.items()
     for name in names.split()
 }
+_PACKAGES = ("compression", "monitor", "overlap")
 
 __all__ = [
     "NON_MEMBER",
@@ -107,6 +112,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveRecord",
     "CollectiveTimeoutError",
+    "CommStream",
     "CompressionReport",
     "Config",
     "ConfigError",
@@ -151,7 +157,9 @@ __all__ = [
     "is_initialized",
     "isend",
     "local_rank",
+    "monitor",
     "new_group",
+    "overlap",
     "premul_sum",
     "rank",
     "recv",
@@ -165,14 +173,15 @@ __all__ = [
     "send",
     "send_object_list",
     "split",
+    "verify",
     "world_size",
     "zeros",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "compression":
-        return importlib.import_module("pycomm.compression")
+    if name in _PACKAGES:
+        return importlib.import_module(f"pycomm.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'pycomm' has no attribute {name!r}")

@@ -33,6 +33,7 @@ class Config:
 
     ``transport`` is a registered name or "auto"; ``timeout_s`` bounds the wait of one call, in seconds; ``log`` is a
     level of the logger "pycomm"; ``algorithms`` are rules for the table that `auto` goes by (``algorithms/tables.py``).
+    ``monitor`` says whether calls are recorded (``monitor/``), ``hang_s`` after how long a wait is looked into.
     Raises ConfigError if a value cannot be used.
     """
 
@@ -40,10 +41,16 @@ class Config:
     timeout_s: float = field(default_factory=lambda: float(env.read("PYCOMM_TIMEOUT_S")))
     log: str = field(default_factory=lambda: str(env.read("PYCOMM_LOG")).lower())
     algorithms: str = field(default_factory=lambda: str(env.read("PYCOMM_ALGORITHMS")))
+    monitor: bool = field(default_factory=lambda: bool(env.read("PYCOMM_MONITOR")))
+    hang_s: float = field(default_factory=lambda: float(env.read("PYCOMM_HANG_S")))
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport:
             raise ConfigError(f"transport: expected a registered name or 'auto', got {self.transport!r}")
         seconds(self.timeout_s)
+        if not self.hang_s > 0:
+            raise ConfigError(
+                f"hang_s (PYCOMM_HANG_S): expected more than 0 seconds, got {self.hang_s!r}; inf is never"
+            )
         if self.log not in LOG_LEVELS:
             raise ConfigError(f"log (PYCOMM_LOG): expected one of {', '.join(LOG_LEVELS)}, got {self.log!r}")

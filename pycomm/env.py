@@ -73,6 +73,18 @@ _TABLE = (
         meaning="folder of what `pycomm tune` has found, instead of pycomm in the user's cache folder",
     ),
     Variable(
+        name="PYCOMM_MONITOR",
+        parse=_flag,
+        default=True,
+        meaning="1 or 0: whether calls are recorded on the board, where `pycomm top` and `pycomm doctor` see them",
+    ),
+    Variable(
+        name="PYCOMM_HANG_S",
+        parse=float,
+        default=10.0,
+        meaning="seconds that a call waits for other ranks before every rank says who is missing; inf: it never does",
+    ),
+    Variable(
         name="PYCOMM_MPI_CUDA_AWARE",
         parse=_flag,
         default=None,

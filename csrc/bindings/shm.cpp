@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "../kernels/reduce.h"
+#include "../shm/board.h"
 #include "../shm/errors.h"
 #include "../shm/group.h"
 #include "../shm/mailbox.h"
@@ -121,6 +122,7 @@ void bind_group(py::module_& m) {
              g.agree(pointer(output), pointer(input), bytes, call);
            }, NoGil())
       .def("abandon", &Group::abandon)
+      .def("record_on", &Group::record_on, py::arg("log"))
       .def("set_name", &Group::set_name, py::arg("name"))
       .def_property_readonly("is_broken", &Group::is_broken)
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))

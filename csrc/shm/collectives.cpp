@@ -80,14 +80,15 @@ void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, b
 }
 
 void Group::agree(void* output, const void* input, std::size_t bytes, const Call& call) {
-  const Entry entry(*this, verb_name(call.verb), call.timeout_ns);
+  const Entry entry(*this, call);
   exchange(call, input, bytes);
   for (int r = 0; r < ranks_; ++r) std::memcpy(bytes_of(output) + static_cast<std::size_t>(r) * bytes, payload(r, bytes), bytes);
 }
 
 void Group::barrier(std::int64_t timeout_ns) {
-  const Entry entry(*this, "barrier", timeout_ns);
-  const Call call{Verb::kBarrier};
+  Call call{Verb::kBarrier};
+  call.timeout_ns = timeout_ns;
+  const Entry entry(*this, call);
   publish(call);
   meet(call);
 }
@@ -95,7 +96,7 @@ void Group::barrier(std::int64_t timeout_ns) {
 // -- all_reduce -----------------------------------------------------------------------------------------------------------
 
 void Group::all_reduce(void* output, const void* input, const Call& call) {
-  const Entry entry(*this, "all_reduce", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   if (ranks_ == 1) {
     inputs_[0] = input;
@@ -209,7 +210,7 @@ void Group::all_reduce_in_heaps(const Call& call) {
 }
 
 void Group::reduce(void* output, const void* input, const Call& call) {
-  const Entry entry(*this, "reduce", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
   const auto reduce_piece = [&](std::size_t offset, std::size_t length) {
     if (rank_ != call.root) return;
@@ -234,7 +235,7 @@ void Group::reduce(void* output, const void* input, const Call& call) {
 }
 
 void Group::reduce_scatter(void* output, const void* input, const Call& call) {
-  const Entry entry(*this, "reduce_scatter", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
   if (fits_slot(n * bytes)) {
@@ -259,7 +260,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
 // -- moving ---------------------------------------------------------------------------------------------------------------
 
 void Group::broadcast(void* data, const Call& call) {
-  const Entry entry(*this, "broadcast", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
   if (fits_slot(bytes)) {
@@ -278,7 +279,7 @@ void Group::broadcast(void* data, const Call& call) {
 }
 
 void Group::all_gather(void* output, const void* input, const Call& call) {
-  const Entry entry(*this, "all_gather", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
   const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
   if (fits_slot(bytes)) {
@@ -303,7 +304,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
 }
 
 void Group::gather(void* output, const void* input, const Call& call) {
-  const Entry entry(*this, "gather", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
   const auto keep = [&](int r, const unsigned char* from, std::size_t offset, std::size_t length) {
@@ -325,7 +326,7 @@ void Group::gather(void* output, const void* input, const Call& call) {
 }
 
 void Group::scatter(void* output, const void* input, const Call& call) {
-  const Entry entry(*this, "scatter", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
   const bool is_root = rank_ == call.root;
@@ -348,7 +349,7 @@ void Group::scatter(void* output, const void* input, const Call& call) {
 
 void Group::all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
                        const Call& call) {
-  const Entry entry(*this, "all_to_all", call.timeout_ns);
+  const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_), me = static_cast<std::size_t>(rank_);
   std::vector<std::size_t> sent(n + 1, 0), taken(n + 1, 0);  // where each part starts, in bytes
   for (std::size_t r = 0; r < n; ++r) {

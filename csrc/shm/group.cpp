@@ -65,7 +65,7 @@ Group::Group(Setup setup)
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};
   hello.numel = setup_.members;
-  const Entry entry(*this, "new_group", 0);
+  const Entry entry(*this, hello);
   publish(hello);
   meet(hello);
   account(kMeasureEvery, "new_group");
@@ -117,20 +117,38 @@ void Group::close() {
     mapping_->release(at_.slots, at_.total - at_.slots);  // before it lies the word of groups made from this one
 }
 
-Group::Entry::Entry(Group& group, const char* verb, std::int64_t timeout_ns) : group_(group) {
+void Group::record_on(std::shared_ptr<Log> log) {
+  log_ = std::move(log);
+  waiter_->record_on(log_.get());
+  mailbox_->record_on(log_.get());
+}
+
+Group::Entry::Entry(Group& group, const Call& call) : group_(group) {
+  const char* const verb = verb_name(call.verb);
   if (group.is_busy_.exchange(true, std::memory_order_acquire))
     throw Misuse("other thread", group.waiter_->where(verb));
   store_relaxed(group.seq_, group.seq_ + 1);  // where() reads it, for a second thread too
-  group.deadline_ = Deadline{timeout_ns > 0 ? timeout_ns : group.setup_.timeout_ns};
+  group.deadline_ = Deadline{call.timeout_ns > 0 ? call.timeout_ns : group.setup_.timeout_ns};
   const bool is_child = forks.load(std::memory_order_relaxed) != group.forks_at_start_;
-  if (__builtin_expect(!group.is_closed_ && !is_child && load_acquire(reinterpret_cast<Control*>(group.area_)->failure) == 0, 1)) return;
+  if (__builtin_expect(!group.is_closed_ && !is_child && load_acquire(reinterpret_cast<Control*>(group.area_)->failure) == 0, 1)) {
+    if (group.log_ != nullptr) is_recorded_ = group.record(call);
+    return;
+  }
   group.is_busy_.store(false, std::memory_order_release);
   if (group.is_closed_) throw Misuse("closed by this rank", group.waiter_->where(verb));
   if (is_child) throw Misuse("forked", group.waiter_->where(verb));
   group.waiter_->throw_if_broken(verb);
 }
 
+bool Group::record(const Call& call) {
+  const bool has_parts = call.verb == Verb::kAllGather || call.verb == Verb::kReduceScatter || call.verb == Verb::kGather || call.verb == Verb::kScatter;
+  const std::size_t bytes = call.verb == Verb::kNewGroup ? 0 : call.numel * item_bytes(call.dtype) * static_cast<std::size_t>(has_parts ? ranks_ : 1);
+  return log_->begin({static_cast<std::uint8_t>(call.verb), static_cast<std::uint8_t>(call.op), static_cast<std::uint8_t>(call.dtype),
+                      static_cast<std::uint8_t>(call.is_plan ? kIsPlan : 0), 0, call.root, call.numel, bytes}, seq_);
+}
+
 Group::Entry::~Entry() {
+  if (is_recorded_) group_.log_->end();
   // The header that comes next was read by everybody two calls ago; asking for its line now spares the next call that wait.
   prefetch_for_write(group_.slot(group_.rank_, group_.seq_ + 1));
   group_.is_busy_.store(false, std::memory_order_release);
@@ -200,12 +218,14 @@ void Group::report_mismatch(const Call& call) {
   // Some ranks have staged something for this call and some have not; all go on behind it.
   window_ += 2;
   cursor_ = 0;
+  if (log_ != nullptr) log_->fail();
   std::vector<std::pair<std::uint64_t, std::uint64_t>> calls;
   for (int r = 0; r < ranks_; ++r) calls.emplace_back(header(r).call, header(r).numel);
   throw Mismatch("calls", waiter_->where(verb_name(call.verb)), {}, std::move(calls));
 }
 
 void Group::report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected) {
+  if (log_ != nullptr) log_->fail();
   const auto as_number = [](std::size_t value) { return static_cast<std::int64_t>(value); };
   throw Mismatch("splits", waiter_->where(verb_name(call.verb)), {as_number(from), as_number(to), as_number(sent), as_number(expected)});
 }

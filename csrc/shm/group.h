@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "../types.h"
+#include "board.h"
 #include "heap.h"
 #include "layout.h"
 #include "mailbox.h"
@@ -102,6 +103,8 @@ class Group {
   void abandon() { waiter_->declare(FailureKind::kInterrupted, rank_); }
   bool is_broken() const { return load_acquire(reinterpret_cast<const Control*>(area_)->failure) != 0; }
   void set_name(const std::string& name);  // as the errors call the group
+  // From now on the calls are written on the process's board; see [Note: the board].
+  void record_on(std::shared_ptr<Log> log);
 
   // The area of a new group that `leader` of this one is the first member of, the `key`th of this group's; called by its
   // members, also when this group is broken or closed.
@@ -121,11 +124,12 @@ class Group {
   // One collective: checks on entry that the group may be used, counts on leaving.
   class Entry {
    public:
-    Entry(Group& group, const char* verb, std::int64_t timeout_ns);
+    Entry(Group& group, const Call& call);
     ~Entry();
 
    private:
     Group& group_;
+    bool is_recorded_ = false;
   };
 
   struct Places {  // where this rank's buffers lie; travels in the header's payload
@@ -193,6 +197,7 @@ class Group {
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);
   std::uint32_t ping_pong(int peer, const char* verb);
+  bool record(const Call& call);  // on the board; false inside a call that is there already
   void step_aside(std::uint32_t cpu);  // to a core with fewer ranks, if this one has too many
 
   Setup setup_;
@@ -201,6 +206,7 @@ class Group {
   AreaLayout at_;
   std::unique_ptr<Mapping> mapping_;
   unsigned char* area_;
+  std::shared_ptr<Log> log_;  // null while nothing is recorded
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Mailbox> mailbox_;
   std::uint64_t seq_ = 0;      // of the collective under way, or the last one

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "board.h"
 #include "errors.h"
 
 namespace pycomm::shm {
@@ -17,6 +18,15 @@ constexpr std::size_t kSegment = 64 * 1024;     // so much is written before the
 constexpr int kSpins = 200;
 constexpr std::int64_t kYieldNs = 50'000;
 constexpr auto kHelpAfter = std::chrono::microseconds(500);  // how long a message may rest before the helper moves it
+
+// What the board says of a wait for a message goes with the wait.
+struct OnBoard {
+  explicit OnBoard(Log* log_) : log(log_) {}
+  ~OnBoard() {
+    if (log != nullptr) log->awaits_no_mail();
+  }
+  Log* log;
+};
 
 }  // namespace
 
@@ -101,6 +111,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
   is_driven_ = true;
   Deadline deadline{timeout_ns, monotonic_ns() + timeout_ns};
   std::int64_t idle_since = monotonic_ns();
+  const OnBoard on_board(log_);
   try {
     for (int idle = 0; !message->is_done; ++idle) {
       if (progress()) {
@@ -119,6 +130,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
           const std::lock_guard<std::mutex> inner(mutex_);
           return is_anything_new();
         };
+        if (log_ != nullptr) log_->awaits_mail(peer);
         waiter_.doze(-1, has_come);
         waiter_.check_interrupt();
         waiter_.check(peer, deadline, doing, has_come);

@@ -54,6 +54,7 @@ class Mailbox {
   bool test(const std::shared_ptr<Message>& message);
   // Blocks until it is done. Throws Mismatch, PeerLost, Timeout.
   void wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns);
+  void record_on(Log* log) { log_ = log; }  // tells the board whose message is waited for
   void set_name(const std::string& group) { waiter_.name(group, &messages_); }  // as the errors call it
   // Every message under way fails; later ones too.
   void close();
@@ -108,6 +109,7 @@ class Mailbox {
   int rank_, ranks_;
   LineCounter* counters_;
   Waiter waiter_;
+  Log* log_ = nullptr;
   Populate populate_;
 
   std::mutex mutex_;                      // guards everything below

@@ -9,6 +9,7 @@
 
 #include <climits>
 
+#include "board.h"
 #include "process.h"
 
 namespace pycomm::shm {
@@ -35,6 +36,19 @@ Waiter::Waiter(Setup setup)
 
 void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline,
                         const char* doing) {
+  if (log_ == nullptr) return wait_long(word, target, peer, deadline, doing);
+  log_->waits_for(peer);
+  try {
+    wait_long(word, target, peer, deadline, doing);
+  } catch (...) {
+    log_->fail();
+    throw;
+  }
+  log_->waits_no_more();
+}
+
+void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline,
+                       const char* doing) {
   const auto is_ready = [&] { return load_acquire(word) >= target; };
   setup_.about_to_block();
   const std::int64_t start = monotonic_ns();

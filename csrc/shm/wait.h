@@ -25,6 +25,8 @@
 
 namespace pycomm::shm {
 
+class Log;
+
 inline std::uint64_t load_acquire(const std::uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 inline void store_release(std::uint64_t& word, std::uint64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
 
@@ -117,11 +119,13 @@ class Waiter {
 
   Where where(const char* doing) const;
   void name(std::string group, const std::uint64_t* seq) { group_ = std::move(group), seq_ = seq; }
+  void record_on(Log* log) { log_ = log; }  // tells the board whom the call under way waits for
   void declare(FailureKind kind, int culprit);
   void leave();  // tells those who wait for this rank, now or later, that it has closed the group
 
  private:
   void until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
+  void wait_long(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
   void wake();
   std::uint32_t lie_down(int peer);
   void sleep(std::uint32_t bell);
@@ -130,6 +134,7 @@ class Waiter {
   Setup setup_;
   std::string group_;
   const std::uint64_t* seq_ = nullptr;
+  Log* log_ = nullptr;
   bool must_fence_;
 };
 

@@ -22,7 +22,6 @@ MPI_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI
 EXTRAS = {
     "nccl4py": "cuda13",
     "prometheus-client": "monitor",
-    "psutil": "monitor",
     "matplotlib": "plot",
     "scikit-learn": "examples",
 }

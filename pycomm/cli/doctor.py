@@ -1,4 +1,8 @@
-"""Prints what is installed, what was built, what is missing and how to add it, and what host and launcher offer."""
+"""Prints what is installed, built and missing, what the host offers, and what running jobs wait for.
+
+A job that hangs needs no preparation: `pycomm doctor --jobs` in another terminal of the same user says for every group
+who is to blame, and where the Python of each rank stands.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,35 @@ def show(report: dict[str, list[Fact]]) -> None:
         console.print()
 
 
+def show_jobs(with_stacks: bool) -> int:
+    """Prints the jobs of this user on this host, and who keeps them waiting; returns how many jobs there are."""
+    from rich.console import Console
+
+    from ..errors import NativeUnavailableError
+    from . import _jobs
+
+    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True)
+    try:
+        jobs = _jobs.find_jobs()
+    except NativeUnavailableError as error:
+        console.print(str(error))
+        return 0
+    for job in jobs:
+        told = _jobs.answers(job)
+        console.print(_jobs.jobs_table(job, told))
+        for group, waited_s, verdict in _jobs.verdicts(job):
+            console.print(
+                f"\n[bold]group {group!r} has waited for {waited_s:.1f} s[/]: {verdict.text}", highlight=False
+            )
+        for board, answer in zip(job.boards, told, strict=True) if with_stacks else ():
+            console.print(f"\nrank {board.rank} (pid {board.pid})", style="bold", highlight=False)
+            console.print("\n".join(_jobs.stack_lines(answer)) or "no answer", markup=False, highlight=False)
+        console.print()
+    if not jobs:
+        console.print("no job of this user runs on this host")
+    return len(jobs)
+
+
 def _words(value: object) -> str:
     if value is None:
         return "-"
@@ -72,10 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report and returns 0, or 1 if the native core is not there."""
     parser = argparse.ArgumentParser(prog="pycomm doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--jobs", action="store_true", help="only the jobs that run, with the stacks of their ranks")
     args = parser.parse_args(None if argv is None else list(argv))
+    if args.jobs:
+        return 0 if show_jobs(with_stacks=True) else 1
     report = collect()
     if args.json:
         print(to_json(report))
     else:
         show(report)
+        show_jobs(with_stacks=False)
     return 0 if any(fact.name == "native core" and fact.value for fact in report["built"]) else 1

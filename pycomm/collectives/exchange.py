@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..algorithms.tables import Table
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
@@ -14,13 +15,26 @@ from .agreement import check_digests
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["exchange_hosts"]
+__all__ = ["Ranks", "exchange_hosts"]
+
+
+class Ranks(NamedTuple):
+    """What every rank said of itself: its host's id, and where its board is (None where it has none)."""
+
+    host_ids: tuple[str, ...]
+    boards: tuple[Any, ...]
 
 
 def exchange_hosts(
-    store: Store, rank: int, world_size: int, transport: str, table: Table, timeout_s: float
-) -> tuple[str, ...]:
-    """Returns every rank's host id.
+    store: Store,
+    rank: int,
+    world_size: int,
+    transport: str,
+    table: Table,
+    timeout_s: float,
+    board: Sequence[int] | None = None,
+) -> Ranks:
+    """Returns what every rank says of itself; ``board`` is where this one's board is.
 
     Raises CollectiveTimeoutError, naming who is missing, if a rank does not come within ``timeout_s``, and
     CollectiveMismatchError if the ranks ask for different transports or world sizes, or go by different tables of
@@ -28,6 +42,7 @@ def exchange_hosts(
     """
     keys = [f"rank{member}" for member in range(world_size)]
     mine = {"host": host_id(), "transport": transport, "world_size": world_size, "algorithms": table.digest}
+    mine["board"] = board
     store.set(keys[rank], json.dumps(mine))
     try:
         store.wait(keys, timedelta(seconds=min(timeout_s, 1e9)))
@@ -45,7 +60,7 @@ def exchange_hosts(
                 f"init on rank {rank} of {world_size}: ranks differ in {name}: {listed}; make them equal"
             )
     check_digests([entry.get("algorithms") for entry in told], table, rank)
-    return tuple(str(entry.get("host")) for entry in told)
+    return Ranks(tuple(str(entry.get("host")) for entry in told), tuple(entry.get("board") for entry in told))
 
 
 def _parse(value: bytes, member: int) -> dict[str, object]:

@@ -23,7 +23,9 @@ from ..transport import _wording as wording
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
-from .hooks import CollectiveRecord, Hook, StartHook, make_record, not_now, observed
+from .board import Recorder
+from .hooks import CollectiveRecord, make_record, not_now, observed
+from .observed import Observed
 from .scope import Scope
 from .work import Work
 from .worker import Worker
@@ -56,7 +58,7 @@ class Call(NamedTuple):
     parts: Sequence[Part] = ()
 
 
-class Group:
+class Group(Observed):
     """Ranks that communicate. Made by ``pycomm.init``, ``new_group`` and ``split``; one thread at a time uses it.
 
     Calls run in the order in which they were made: a collective with ``async_op=True`` runs on the group's own worker
@@ -70,16 +72,16 @@ class Group:
     __slots__ = (
         "__weakref__",
         "_children",
+        "_closers",
         "_compression",
         "_engine",
-        "_hooks",
         "_is_closed",
         "_on_close",
         "_pending",
         "_ranks",
+        "_recorder",
         "_seq",
         "_splits",
-        "_start_hooks",
         "_turn",
         "_worker",
         "fast_all_gather_single",
@@ -105,6 +107,7 @@ class Group:
 
         Without a ``selector`` the ranks make one out with each other at their first collective.
         """
+        super().__init__()
         self.transport = transport
         transport.group_name = name
         self._engine = None if selector is None else Engine(transport, selector)
@@ -112,8 +115,6 @@ class Group:
         self.timeout_s = transport.timeout_s
         self._ranks = tuple(range(transport.world_size)) if ranks is None else tuple(ranks)
         self._on_close = on_close
-        self._hooks: tuple[Hook, ...] = ()
-        self._start_hooks: tuple[StartHook, ...] = ()
         self._compression: GroupCompression | None = None
         self._pending: Any = None  # the coalescing context that is open, see coalescing.py
         self._worker = Worker(f"pycomm-{name}")
@@ -121,7 +122,9 @@ class Group:
         self._splits = 0
         self._children: weakref.WeakSet[Group] = weakref.WeakSet()
         self.orphans: list[Request] = []  # messages under way whose handles were dropped
+        self._closers: list[Callable[[], bool]] = []
         self._is_closed = False
+        self._recorder = Recorder.of(self)
         self._turn = threading.Lock()  # held by the thread that is inside a collective
         self._refresh_fast()
 
@@ -247,13 +250,8 @@ class Group:
             start(call.verb, seq)
         start_ns = time.perf_counter_ns()
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        report = None
         with self._in_turn(call.verb), self.scope(call.verb, seq):
-            if compressed is not None:
-                report = compressed(timeout_s)
-            else:
-                for collective, choice in zip(call.collectives, choices, strict=True):
-                    self.engine.run(collective, choice, timeout_s)
+            report = self._move(call, choices, timeout_s, compressed)
             for finish in call.finishes:
                 if finish is not None:
                     finish()
@@ -262,6 +260,31 @@ class Group:
             first = call.collectives[0]
             numel = sum(each.whole_numel(self.world_size) for each in call.collectives)
             self._tell(call.verb, choices[0].name, first.dtype, first.op, numel, seq, start_ns, end_ns, report)
+
+    def _move(
+        self,
+        call: Call,
+        choices: Sequence[Choice],
+        timeout_s: float,
+        compressed: Callable[[float], CompressionReport] | None,
+    ) -> CompressionReport | None:
+        """Runs the collectives of ``call``, on the board if there is one."""
+        recorder, report, is_done = self._recorder, None, False
+        if recorder is not None:
+            recorder.begin(call, choices[0].name)
+        try:
+            self._show_data(call, False)
+            if compressed is not None:
+                report = compressed(timeout_s)
+            else:
+                for collective, choice in zip(call.collectives, choices, strict=True):
+                    self.engine.run(collective, choice, timeout_s)
+            self._show_data(call, True)
+            is_done = True
+        finally:
+            if recorder is not None:
+                recorder.end(report, has_failed=not is_done)
+        return report
 
     @contextlib.contextmanager
     def _in_turn(self, verb: str) -> Iterator[None]:
@@ -300,7 +323,8 @@ class Group:
     def _refresh_fast(self) -> None:
         """Sets the ``fast_*`` attributes to the transport's short cuts if they may be taken now."""
         fast: Mapping[str, Callable[..., bool]] = {}
-        is_free = self._worker.is_free and self._pending is None and not self._is_closed and not self._start_hooks
+        is_free = self._worker.is_free and self._pending is None and not self._is_closed
+        is_free = is_free and not self._start_hooks and not self._data_hooks
         if is_free and self._engine is not None:
             selector = self._engine.selector
             fast = {verb: each for verb, each in self.transport.fast.items() if selector.is_always_native(verb)}
@@ -311,37 +335,6 @@ class Group:
         self.fast_all_gather_single = fast.get("all_gather_single", not_now)
         self.fast_reduce_scatter_single = fast.get("reduce_scatter_single", not_now)
         self.fast_barrier = fast.get("barrier", not_now)
-
-    # -- observers --------------------------------------------------------------------------------------------------
-
-    def add_hook(self, hook: Hook) -> None:
-        """Calls ``hook(record)`` after every collective of this group from now on, in the thread that ran it."""
-        self._hooks = (*self._hooks, hook)
-        self._refresh_fast()
-
-    def remove_hook(self, hook: Hook) -> None:
-        """Stops calling ``hook``. Raises ConfigError if it is not attached."""
-        if hook not in self._hooks:
-            raise ConfigError(f"this hook is not attached to group {self.name!r}: {hook!r}")
-        hooks = list(self._hooks)
-        hooks.remove(hook)
-        self._hooks = tuple(hooks)
-        self._refresh_fast()
-
-    def add_start_hook(self, hook: StartHook) -> None:
-        """Calls ``hook(verb, seq)`` before every collective of this group, in the thread that is to run it.
-
-        While there is one, no call takes the transport's short cut.
-        """
-        self._start_hooks = (*self._start_hooks, hook)
-        self._refresh_fast()
-
-    def remove_start_hook(self, hook: StartHook) -> None:
-        """Stops calling ``hook``. Raises ConfigError if it is not attached."""
-        if hook not in self._start_hooks:
-            raise ConfigError(f"this hook is not attached to group {self.name!r}: {hook!r}")
-        self._start_hooks = tuple(each for each in self._start_hooks if each != hook)
-        self._refresh_fast()
 
     # -- coalescing, see coalescing.py --------------------------------------------------------------------------------
 
@@ -387,11 +380,22 @@ class Group:
         """
         if self.transport.is_broken:
             return
+        if self._recorder is not None:
+            self._recorder.begin_new_group()
         try:
             agree_on_members(self.transport, group_ranks, self.timeout_s)
         except PeerLostError as error:
             if group_ranks is None or error.rank in group_ranks:
                 raise
+        finally:
+            if self._recorder is not None:
+                self._recorder.end()
+
+    def add_closer(self, closer: Callable[[], bool]) -> None:
+        """Calls ``closer()`` as the group closes, before its transport does; it says whether nothing uses that any
+        more.
+        """
+        self._closers.append(closer)
 
     def close(self) -> None:
         """Gives back the resources of the group and of those made from it, after their outstanding calls.
@@ -402,9 +406,10 @@ class Group:
             return
         for child in list(self._children):
             child.close()
+        is_idle = min((closer() for closer in self._closers), default=True)
         self._is_closed = True
         self._refresh_fast()
-        is_idle = self._worker.is_this_thread or self._worker.wait(_CLOSE_TIMEOUT_S)
+        is_idle = (self._worker.is_this_thread or self._worker.wait(_CLOSE_TIMEOUT_S)) and is_idle
         self._worker.stop()
         if self._compression is not None:
             self._compression.close()
@@ -414,6 +419,8 @@ class Group:
             self.transport.close()
         else:  # pulling memory from under a call that runs would end the process
             _log.warning("%r closed while a call was still under way after %g s", self, _CLOSE_TIMEOUT_S)
+        if self._recorder is not None:
+            self._recorder.log.close()
         if self._on_close is not None:
             self._on_close(self)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +15,23 @@ from ..types import ReduceOp
 from .tensors import dtype_name
 
 if TYPE_CHECKING:
+    from ..algorithms.executor import Collective
     from .compression_wire import CompressionReport
 
-__all__ = ["CollectiveRecord", "Hook", "StartHook", "make_record", "not_now", "observed"]
+__all__ = [
+    "CollectiveRecord",
+    "DataHook",
+    "Hook",
+    "StartHook",
+    "make_record",
+    "not_now",
+    "observed",
+    "unwatched",
+    "watched",
+]
+
+# What watches the boards of a job: it stands above this layer, and nothing here knows more of it than its name.
+_WATCH = "pycomm.monitor.watch"
 
 
 class CollectiveRecord(NamedTuple):
@@ -42,6 +58,7 @@ class CollectiveRecord(NamedTuple):
 
 Hook = Callable[[CollectiveRecord], None]
 StartHook = Callable[[str, int], None]  # verb, seq
+DataHook = Callable[["Collective", bool], None]  # a collective, and whether it is complete
 
 # The arguments of a short cut that say how much it moves, and how it reduces; None where there is none.
 _LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
@@ -94,6 +111,18 @@ def make_record(
     op_name = None if op is None else _OP_NAMES[op]
     nbytes = numel * itemsize
     return CollectiveRecord(verb, *names, algorithm, name, op_name, numel, nbytes, seq, start_ns, end_ns, report)
+
+
+def watched(group: Any, store: Any, config: Any, host_ids: Sequence[str]) -> None:
+    """Tells the monitor that ``init`` has made ``group``; ``store`` is the monitor's own part of the job's store."""
+    importlib.import_module(_WATCH).start(group, store, config, host_ids)
+
+
+def unwatched() -> None:
+    """Tells the monitor that the default group closes."""
+    module = sys.modules.get(_WATCH)
+    if module is not None:
+        module.stop()
 
 
 _OP_NAMES = {op: op.name for op in ReduceOp}  # an enum's own .name takes longer than a short cut

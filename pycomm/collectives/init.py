@@ -21,9 +21,11 @@ from ..errors import ConfigError, NativeUnavailableError
 from ..topology import LaunchInfo, Topology
 from ..transport import TRANSPORTS, ConnectSpec, Transport, connect
 from .agreement import agree_on_selector
+from .board import make_boards
 from .context import NON_MEMBER, NonMember, default_group, resolve, state
 from .exchange import exchange_hosts
 from .group import Group
+from .hooks import unwatched, watched
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -224,7 +226,18 @@ def _join(store: Store, launch: LaunchInfo, config: Config) -> Group:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as above
 
     table = load_table(config.algorithms)
-    host_ids = exchange_hosts(store, launch.rank, launch.world_size, config.transport, table, config.timeout_s)
+    own = make_boards(config.monitor)
+    host_ids, addresses = exchange_hosts(
+        store,
+        launch.rank,
+        launch.world_size,
+        config.transport,
+        table,
+        config.timeout_s,
+        None if own is None else own.address(),
+    )
+    if own is not None:
+        own.meet(addresses, host_ids, launch.rank)
     name = _choose_transport(config.transport, host_ids)
     spec = ConnectSpec(
         rank=launch.rank,
@@ -245,6 +258,9 @@ def _join(store: Store, launch: LaunchInfo, config: Config) -> Group:
     selector = Selector(transport, Topology.of_hosts(host_ids), table)
     state.world = Group(transport, "world", on_close=_forget_world, selector=selector)
     _set_exit_handlers()
+    _log.debug("board: %s", "none" if own is None else f"{len(own.peers)} of the host's other ranks are in sight")
+    if own is not None:
+        watched(state.world, PrefixStore("monitor", store), config, host_ids)
     return state.world
 
 
@@ -281,7 +297,9 @@ def _adopt(transport: Transport, timeout: float | timedelta | None) -> Group:
 
 
 def _forget_world(_group: Group) -> None:
+    unwatched()
     state.world = NON_MEMBER
+    make_boards(False)
 
 
 def _forget_thread(group: Group) -> None:

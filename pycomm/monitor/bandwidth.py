@@ -1,21 +1,34 @@
-"""How many collectives of which size a group ran, and how fast: an observer to attach with ``group.add_hook``."""
+"""What the calls of this process cost so far: counts, bytes, times and bandwidths, read from its board.
+
+Recording is a part of the call (``csrc/shm/board.h``); everything here happens when somebody asks.
+
+[Note: classes and quantiles]
+Calls are counted by group, verb, algorithm and size class (a power of four, in bytes). A class keeps sums, averages in
+which the last call counts 1/16, and a histogram of the times with eight buckets to the octave. A quantile is the middle
+of the bucket that it falls in: at most 6.7 % off, in constant memory, however many calls there were. The sliding window
+is what the board still holds: the last 4,096 calls of the process, at most ``WINDOW_S`` old.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from statistics import median
-from typing import TYPE_CHECKING, TypedDict
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from rich.table import Table
+import numpy as np
+
+from ..sizes import format_bytes
+from ..transport._wording import CALLS
+from .boards import Board, CallRecord, GroupOnBoard
+from .watch import before_stop, own_board
 
 if TYPE_CHECKING:
-    from ..collectives.group import CollectiveRecord
+    from rich.table import Table
 
-__all__ = ["BandwidthMonitor", "CollectiveStats", "busbw_factor"]
+__all__ = ["WINDOW_S", "CollectiveStats", "busbw_factor", "snapshot", "table", "table_at_exit"]
 
-KEPT_CALLS = 1024  # of each class, for the median: the latest ones
-
+WINDOW_S = 10.0
+_EMPTY_CLASS = 255
 _PARTIAL_VERBS = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
 
 
@@ -28,100 +41,160 @@ def busbw_factor(verb: str, world_size: int) -> float:
 
 
 class CollectiveStats(TypedDict):
-    """One line of the table. Times are in us, bandwidths in GB/s; ``median_us`` is over the latest calls."""
+    """One class of calls on this rank. Times are in us, bandwidths in GB/s.
 
+    ``bytes`` are logical: the buffers' (nccl-tests' size), summed. ``wire_bytes`` are what this rank's link had to
+    carry at least, less where the calls were compressed. The ``recent`` figures weight the last call by 1/16, the one
+    before it by 15/16 of that, and so on; those of the ``window`` are of the last ``WINDOW_S`` seconds, None without a
+    call.
+    """
+
+    group: str
     verb: str
+    algorithm: str
     transport: str
     max_bytes: int
     calls: int
     bytes: int
+    wire_bytes: int
     total_us: float
-    median_us: float
+    mean_us: float
+    p50_us: float
+    p90_us: float
+    p99_us: float
+    most_us: float
     algbw_gbps: float
     busbw_gbps: float
+    recent_algbw_gbps: float
+    window_calls: int
+    window_algbw_gbps: float | None
 
 
-@dataclass(slots=True)
-class _Tally:
+def snapshot(board: Board | None = None) -> list[CollectiveStats]:
+    """Returns one entry for each class of calls so far, ordered by group, verb and size.
+
+    ``board`` is this process's own unless another one's is given. Empty while nothing is recorded.
+    """
+    board = own_board() if board is None else board
+    if board is None:
+        return []
+    scale = board.ns_per_tick
+    windows = _windows(board.records())
+    groups = {group.index: group for group in board.groups()}
+    entries = []
+    for row in board.classes():
+        key = int(row["key"])
+        index, algorithm, code, size_class = key >> 32 & 0x7FFFFFFF, key >> 16 & 0xFF, key >> 8 & 0xFF, key & 0xFF
+        group, verb = groups[index], CALLS[code]
+        name = board.algorithm(algorithm)
+        window = windows.get((index, verb, name, size_class), _Window())
+        entries.append(_entry(row, scale, group, verb, name, size_class, window))
+    return sorted(entries, key=lambda each: (each["group"], each["verb"], each["max_bytes"], each["algorithm"]))
+
+
+def _entry(
+    row: Any, scale: float, group: GroupOnBoard, verb: str, algorithm: str, size_class: int, window: _Window
+) -> CollectiveStats:
+    calls, nbytes, total_ns = int(row["calls"]), int(row["bytes"]), float(row["ticks"]) * scale
+    recent_ns = float(row["recent_ticks"]) * scale
+    p50, p90, p99 = (each * scale / 1e3 for each in _quantiles(row["buckets"], (0.5, 0.9, 0.99)))
+    algbw = nbytes / total_ns if total_ns else 0.0
+    factor = busbw_factor(verb, group.world_size)
+    return CollectiveStats(
+        group=group.name,
+        verb=verb,
+        algorithm=algorithm,
+        transport=group.transport,
+        max_bytes=0 if size_class == _EMPTY_CLASS else 4**size_class,
+        calls=calls,
+        bytes=nbytes,
+        wire_bytes=int(row["wire_bytes"]) or round(nbytes * factor),
+        total_us=total_ns / 1e3,
+        mean_us=total_ns / 1e3 / calls,
+        p50_us=p50,
+        p90_us=p90,
+        p99_us=p99,
+        most_us=float(row["most_ticks"]) * scale / 1e3,
+        algbw_gbps=algbw,
+        busbw_gbps=algbw * factor,
+        recent_algbw_gbps=float(row["recent_bytes"]) / recent_ns if recent_ns else 0.0,
+        window_calls=window.calls,
+        window_algbw_gbps=window.nbytes / window.elapsed_ns if window.elapsed_ns else None,
+    )
+
+
+class _Window(NamedTuple):
     calls: int = 0
     nbytes: int = 0
-    total_ns: int = 0
-    latest_ns: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
+    elapsed_ns: int = 0
 
 
-class BandwidthMonitor:
-    """Counts calls, bytes and time of each verb, transport and size class (a power of four, in bytes).
-
-    An instance is a hook: ``group.add_hook(monitor)``. It costs well under 1 us a call and keeps bounded memory. Not
-    thread-safe beyond what a group promises (one call at a time).
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._tallies: dict[tuple[str, str, int], _Tally] = {}
-
-    def __call__(self, record: CollectiveRecord) -> None:
-        """Takes note of one finished collective."""
-        # Class k holds messages of up to 4**k bytes: two bits of length are a factor of four.
-        size_class = ((record.nbytes - 1).bit_length() + 1) // 2 if record.nbytes else -1
-        key = (record.verb, record.transport, size_class)
-        tally = self._tallies.get(key)
-        if tally is None:
-            tally = self._tallies[key] = _Tally()
-        elapsed_ns = record.end_ns - record.start_ns
-        tally.calls += 1
-        tally.nbytes += record.nbytes
-        tally.total_ns += elapsed_ns
-        tally.latest_ns.append(elapsed_ns)
-
-    def snapshot(self) -> list[CollectiveStats]:
-        """Returns one entry for each class seen so far, ordered by verb, transport and size."""
-        entries = []
-        for (verb, transport, size_class), tally in sorted(self._tallies.items()):
-            algbw = tally.nbytes / tally.total_ns if tally.total_ns else 0.0
-            entries.append(
-                CollectiveStats(
-                    verb=verb,
-                    transport=transport,
-                    max_bytes=0 if size_class < 0 else 4**size_class,
-                    calls=tally.calls,
-                    bytes=tally.nbytes,
-                    total_us=tally.total_ns / 1000,
-                    median_us=median(tally.latest_ns) / 1000,
-                    algbw_gbps=algbw,
-                    busbw_gbps=algbw * busbw_factor(verb, self.world_size),
-                )
-            )
-        return entries
-
-    def table(self, title: str = "collectives of this rank") -> Table:
-        """Returns the snapshot as a rich table, to print with ``rich.print``."""
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        table.add_column("collective", no_wrap=True)
-        table.add_column("transport", no_wrap=True)
-        for name in ("up to", "calls", "MB", "total\nms", "median\nus", "algbw\nGB/s", "busbw\nGB/s"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for entry in self.snapshot():
-            table.add_row(
-                entry["verb"].removesuffix("_single"),
-                entry["transport"],
-                _size(entry["max_bytes"]),
-                str(entry["calls"]),
-                f"{entry['bytes'] / 1e6:.{0 if entry['bytes'] >= 1e8 else 1}f}",
-                f"{entry['total_us'] / 1000:.2f}",
-                f"{entry['median_us']:.1f}",
-                f"{entry['algbw_gbps']:.2f}",
-                f"{entry['busbw_gbps']:.2f}",
-            )
-        return table
-
-    def reset(self) -> None:
-        """Forgets everything counted so far."""
-        self._tallies.clear()
+def _windows(records: Iterable[CallRecord]) -> dict[tuple[int, str, str, int], _Window]:
+    """Returns (calls, bytes, ns) of the calls that ended in the last seconds, by class."""
+    since_ns = time.monotonic_ns() - round(WINDOW_S * 1e9)
+    sums: dict[tuple[int, str, str, int], _Window] = {}
+    for record in records:
+        if record.end_ns > since_ns and not record.has_failed:
+            # Class k holds messages of up to 4**k bytes: two bits of length are a factor of four.
+            size_class = ((record.nbytes - 1).bit_length() + 1) // 2 if record.nbytes else _EMPTY_CLASS
+            key = record.group, record.verb, record.algorithm, size_class
+            calls, nbytes, elapsed_ns = sums.get(key, _Window())
+            sums[key] = _Window(calls + 1, nbytes + record.nbytes, elapsed_ns + record.end_ns - record.start_ns)
+    return sums
 
 
-def _size(nbytes: int) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            return f"{nbytes // 1024**power} {unit}"
-    return f"{nbytes} B"
+def _quantiles(buckets: np.ndarray[Any, Any], shares: Sequence[float]) -> list[float]:
+    """Returns the quantiles of a histogram as ``bucket_of`` in board.h makes it, in ticks."""
+    reached = np.cumsum(buckets)
+    return [_middle(int(np.searchsorted(reached, share * reached[-1]))) for share in shares]
+
+
+def _middle(bucket: int) -> float:
+    if bucket < 8:
+        return float(bucket)
+    octave = bucket // 8 + 2
+    width = 2.0 ** (octave - 3)
+    return float(2.0**octave + bucket % 8 * width + width / 2)
+
+
+_COLUMNS: tuple[tuple[str, Callable[[CollectiveStats], str]], ...] = (
+    ("collective", lambda each: each["verb"].removesuffix("_single")),
+    ("group", lambda each: each["group"]),
+    ("algorithm", lambda each: each["algorithm"]),
+    ("transport", lambda each: each["transport"]),
+    ("up to", lambda each: format_bytes(each["max_bytes"])),
+    ("calls", lambda each: str(each["calls"])),
+    ("MB", lambda each: f"{each['bytes'] / 1e6:.{0 if each['bytes'] >= 1e8 else 1}f}"),
+    ("total\nms", lambda each: f"{each['total_us'] / 1000:.2f}"),
+    ("p50\nus", lambda each: f"{each['p50_us']:.1f}"),
+    ("p90\nus", lambda each: f"{each['p90_us']:.1f}"),
+    ("p99\nus", lambda each: f"{each['p99_us']:.1f}"),
+    ("algbw\nGB/s", lambda each: f"{each['algbw_gbps']:.2f}"),
+    ("busbw\nGB/s", lambda each: f"{each['busbw_gbps']:.2f}"),
+)
+_TEXT_COLUMNS = 4
+
+
+def table(title: str = "collectives of this rank", board: Board | None = None) -> Table:
+    """Returns the snapshot as a rich table, to print with ``rich.print``."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, (name, _) in enumerate(_COLUMNS):
+        made.add_column(name, justify="left" if number < _TEXT_COLUMNS else "right", no_wrap=True)
+    for entry in snapshot(board):
+        made.add_row(*(cell(entry) for _, cell in _COLUMNS))
+    return made
+
+
+def table_at_exit(rank: int | None = 0) -> None:
+    """Prints the table when the default group closes, on one rank (None: on all of them)."""
+
+    def print_it() -> None:
+        from rich.console import Console
+
+        board = own_board()
+        if board is not None and rank in (None, board.rank):
+            Console().print(table(f"collectives of rank {board.rank} (of {board.world_size})"))
+
+    before_stop(print_it)

@@ -8,7 +8,7 @@ became of it; what each side passed; what to do.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, PycommError, TransportError
@@ -19,6 +19,7 @@ __all__ = [
     "Failure",
     "Place",
     "describe_call",
+    "explainers",
     "failed",
     "fate",
     "forked",
@@ -82,6 +83,15 @@ class Failure(NamedTuple):
     status: int = NO_STATUS
 
 
+# What observers know of why a call waited in vain: each is given the place and the kind of the failure, and returns
+# text that goes behind the error's own, or "".
+explainers: list[Callable[[Place | str, str], str]] = []
+
+
+def _explained(place: Place | str, kind: str) -> str:
+    return "".join(explain(place, kind) for explain in explainers)
+
+
 def fate(status: int) -> str:
     """Returns what became of a process, from its status as ``os.waitpid`` encodes it; -1 if nobody knows."""
     if status < 0:
@@ -119,7 +129,7 @@ def failed(place: Place | str, failure: Failure) -> TransportError:
         return _located(PeerLostError(f"{place}: {gone}; {NEW_GROUP}"))
     who = f"rank {failure.rank} ({pid})"
     if failure.kind == "lost":
-        text = f"lost {who}: {fate(failure.status)}; {NEW_GROUP}"
+        text = f"lost {who}: {fate(failure.status)}; {NEW_GROUP}{_explained(place, failure.kind)}"
     elif failure.kind == "closed":
         text = f"{who} has closed the group; every rank must make the same calls before it closes"
     elif failure.kind == "interrupted":
@@ -129,6 +139,7 @@ def failed(place: Place | str, failure: Failure) -> TransportError:
         )
     else:
         text = f"{who} ran out of time in this group; the group is broken, make a new one"
+        text += _explained(place, failure.kind)
         return _located(CollectiveTimeoutError(f"{place}: {text}"))
     return _located(PeerLostError(f"{place}: {text}", failure.rank))
 
@@ -140,7 +151,7 @@ def timed_out(place: Place | str, limit_s: float, awaited: str = "", is_broken: 
     return _located(
         CollectiveTimeoutError(
             f"{place}: did not finish within {limit_s:.3g} s{whom}; see whether every rank makes the same calls, or "
-            f"pass a longer timeout={after}"
+            f"pass a longer timeout={after}{_explained(place, 'timeout')}"
         )
     )
 

@@ -28,7 +28,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ._wording import Place
 
@@ -117,6 +117,12 @@ class Transport(ABC):
         for request in requests:
             request.wait(max(deadline - time.monotonic(), 1e-3))
         return frames
+
+    def record_on(self, log: Any) -> None:
+        """Writes the group's calls on the board from now on, if the transport can; else the layer above does (see
+        ``collectives/board.py``). ``log`` is a native BoardLog.
+        """
+        return None
 
     @property
     def is_broken(self) -> bool:

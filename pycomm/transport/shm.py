@@ -109,6 +109,9 @@ class ShmTransport(Transport):
         """Whether a rank has died, left or run out of time in this group."""
         return bool(self._group.is_broken)
 
+    def record_on(self, log: Any) -> None:
+        self._group.record_on(log)
+
     def abandon(self) -> None:
         self._group.abandon()
 

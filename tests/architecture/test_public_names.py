@@ -12,21 +12,23 @@ from pycomm import env
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC_NAMES = """
-    CheckpointError CollectiveMismatchError CollectiveRecord CollectiveTimeoutError CompressionReport Config
-    ConfigError DistributedDataParallel DistributedOptimizer Group Mesh NON_MEMBER NativeUnavailableError P2POp
-    PeerLostError PlanError PremulSum PycommError ReduceOp TransportError Work __version__ all_gather
+    CheckpointError CollectiveMismatchError CollectiveRecord CollectiveTimeoutError CommStream CompressionReport
+    Config ConfigError DistributedDataParallel DistributedOptimizer Group Mesh NON_MEMBER NativeUnavailableError
+    P2POp PeerLostError PlanError PremulSum PycommError ReduceOp TransportError Work __version__ all_gather
     all_gather_into_tensor all_gather_object all_gather_single all_reduce all_reduce_mean all_to_all
     all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list broadcast_optimizer_state
     broadcast_parameters coalescing compression empty explain finalize gather gather_object get_group init irecv
-    is_initialized isend local_rank new_group premul_sum rank recv recv_object_list reduce reduce_scatter
-    reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list split world_size
-    zeros
+    is_initialized isend local_rank monitor new_group overlap premul_sum rank recv recv_object_list reduce
+    reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list
+    split verify world_size zeros
 """.split()
 
 ENVIRONMENT = {
     "PYCOMM_ALGORITHMS",
     "PYCOMM_CACHE_DIR",
+    "PYCOMM_HANG_S",
     "PYCOMM_LOG",
+    "PYCOMM_MONITOR",
     "PYCOMM_MPI_CUDA_AWARE",
     "PYCOMM_TIMEOUT_S",
     "PYCOMM_TRANSPORT",

@@ -1,0 +1,9 @@
+"""Communication beside computation: streams of collectives, in an order of urgency that is the same on all ranks."""
+
+from __future__ import annotations
+
+from .report import OverlapReport
+from .scheduler import Scheduler
+from .stream import CommStream
+
+__all__ = ["CommStream", "OverlapReport", "Scheduler"]

@@ -1,0 +1,85 @@
+"""The board from outside: a hung job is diagnosed from another process, and boards are closed to strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import pycomm
+from harness import run_ranks, transport_params
+from pycomm.collectives.board import boards
+
+PROCESSES = [param for param in transport_params() if param.values[0] not in ("local", "mpi")]
+
+
+def doctor() -> str:
+    command = [sys.executable, "-m", "pycomm", "doctor", "--jobs"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+def late_in_my_function(path: str) -> None:
+    deadline = time.monotonic() + 30
+    while not os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def hang(rank: int, path: str) -> str:
+    """Rank 2 does not come; rank 0 asks another process why. Then rank 1 is killed, and it asks again."""
+    pids = torch.zeros(3, dtype=torch.int64)
+    pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
+    if rank == 2:
+        late_in_my_function(path)
+    said = ""
+    work = pycomm.all_reduce(torch.ones(4), async_op=True)
+    if rank == 0:
+        time.sleep(1.2)  # the doctor takes no notice of calls of less than a second
+        said = doctor()
+        os.kill(int(pids[1]), signal.SIGKILL)
+        said += doctor()
+        Path(path).touch()
+    try:
+        work.wait()
+    except pycomm.PeerLostError as error:
+        return f"{said}\n{error}"
+    return said
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_a_hung_job_is_diagnosed_from_outside_and_after_a_kill(tmp_path: Path, transport: str) -> None:
+    said, _, late = run_ranks(3, hang, str(tmp_path / "go"), transport=transport, casualties=[1])
+    assert "never entered all_reduce #" in said and "late_in_my_function" in said, said
+    assert "test_doctor.py" in said and "rank 2 (pid" in said
+    assert "is dead; it ended in all_reduce #" in said
+    assert "Verdict: rank 1 (pid" in said.splitlines()[-1]
+    assert late.splitlines()[-1] == said.splitlines()[-1], "the survivors' verdicts"
+
+
+def look_as_nobody(rank: int) -> bool:
+    """Whether a process of another user is kept from this rank's board."""
+    held = boards()
+    assert held is not None and len(held.peers) == 1
+    path = f"/proc/{os.getpid()}/fd/{held.own.fd}"
+    assert os.readlink(path).startswith("/memfd:pycomm-board") and not os.get_inheritable(held.own.fd)
+    script = "import os, sys; os.setgid(65534); os.setuid(65534); open(sys.argv[1], 'rb')"
+    result = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=False)
+    return "PermissionError" in result.stderr or "FileNotFoundError" in result.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_the_board_has_no_name_and_is_closed_to_other_users() -> None:
+    assert run_ranks(2, look_as_nobody) == [True, True]
+
+
+def count_boards(rank: int) -> int:
+    """How many boards a process holds when its job is over."""
+    pycomm.all_reduce(torch.ones(3))
+    pycomm.finalize()
+    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdigit()]
+    return sum("pycomm-board" in link for link in links)

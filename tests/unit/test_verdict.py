@@ -1,0 +1,86 @@
+"""The verdict: a pure function of where the ranks stand. One row a symptom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pycomm.monitor.verdict import Standing, find_culprit
+
+CALL = "all_reduce(SUM, float32, 8 elements)"
+
+
+def standing(rank: int, **changes: Any) -> Standing:
+    """A rank that waits in all_reduce #412 for rank 3."""
+    usual = Standing(rank, 100 + rank, "alive", 412, "all_reduce", CALL, is_in=True, peer=3)
+    return usual._replace(**changes)
+
+
+OUTSIDE = {"seq": 411, "verb": "broadcast", "is_in": False, "peer": -1}
+CASES = {
+    "absent, outside": (
+        {"line": "train.py:88 in load", **OUTSIDE},
+        "absent",
+        "rank 3 (pid 103) never entered all_reduce #412 on group 'dp': its last call was broadcast #411, which has "
+        "ended, at train.py:88 in load",
+    ),
+    "absent, in the call before": (
+        {**OUTSIDE, "is_in": True},
+        "absent",
+        "rank 3 (pid 103) never entered all_reduce #412 on group 'dp': it is in broadcast #411",
+    ),
+    "absent, in another group": (
+        {**OUTSIDE, "elsewhere": "all_gather_single #7 on group 'tp'"},
+        "absent",
+        "rank 3 (pid 103) never entered all_reduce #412 on group 'dp': it is in all_gather_single #7 on group 'tp'",
+    ),
+    "absent from the first call on": (
+        {**OUTSIDE, "seq": 0, "verb": ""},
+        "absent",
+        "rank 3 (pid 103) never entered all_reduce #412 on group 'dp': it has made no call on this group",
+    ),
+    "dead inside": ({"state": "dead"}, "dead", "rank 3 (pid 103) is dead; it ended in all_reduce #412 on group 'dp'"),
+    "dead outside": (
+        {"state": "dead", **OUTSIDE},
+        "dead",
+        "rank 3 (pid 103) is dead; it ended after broadcast #411 on group 'dp'",
+    ),
+    "stopped": (
+        {"state": "stopped", **OUTSIDE},
+        "stopped",
+        "rank 3 (pid 103) is stopped (SIGSTOP, or a debugger) outside of pycomm's calls",
+    ),
+    "slow": (
+        {"peer": -1},
+        "slow",
+        "everyone has entered all_reduce #412 on group 'dp'; rank 3 (pid 103) waits for nobody, and ranks 0, 1, 2 wait "
+        "for it: that rank, or the link to it, is slow",
+    ),
+    "unknown": ({"state": "unknown", "pid": 0, "seq": 0}, "unknown", "rank 3 (pid 0) does not answer"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_culprit_is_named(name: str) -> None:
+    changes, kind, text = CASES[name]
+    verdict = find_culprit("dp", [*(standing(rank) for rank in range(3)), standing(3, **changes)])
+    assert (verdict.kind, verdict.ranks, verdict.text) == (kind, (3,), text)
+
+
+def test_ranks_that_disagree_are_named_with_what_they_call() -> None:
+    other = CALL.replace("SUM", "MAX")
+    verdict = find_culprit("dp", [standing(0, peer=1), standing(1, call=other, peer=0)])
+    assert verdict == (
+        "disagree",
+        (0, 1),
+        f"the ranks disagree about #412: rank 0 called {CALL}; rank 1 called {other}",
+    )
+
+
+def test_a_cycle_of_waits_is_a_slow_link_and_nobody_in_a_call_is_idle() -> None:
+    verdict = find_culprit("dp", [standing(0, peer=1), standing(1, peer=0)])
+    assert verdict.kind == "slow" and "0 waits for 1, 1 waits for 0" in verdict.text
+    verdict = find_culprit("dp", [standing(rank, is_in=False) for rank in range(2)])
+    assert verdict.kind == "idle" and "all_reduce #412" in verdict.text
+    assert find_culprit("dp", [standing(0, is_in=False), standing(1, is_in=False, state="dead")]).kind == "dead"
