@@ -17,7 +17,7 @@ from ..monitor.verdict import Verdict, find_culprit
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Job", "answers", "find_jobs", "jobs_table", "stack_lines", "verdicts"]
+__all__ = ["Job", "answers", "find_jobs", "jobs_table", "rank_cells", "stack_lines", "verdicts"]
 
 ANSWER_S = 0.3
 HUNG_S = 1.0  # in a call for so long: worth a verdict
@@ -39,6 +39,11 @@ class Job:
                 if group.is_open and group.world_size > 1:
                     found.setdefault(group.members, []).append((board, group))
         return found
+
+    def close(self) -> None:
+        """Gives the boards back."""
+        for board in self.boards:
+            board.close()
 
 
 def find_jobs() -> list[Job]:
@@ -91,15 +96,21 @@ def jobs_table(job: Job, told: Sequence[str | None]) -> Table:
     for column in ("rank", "pid", "process", "group", "call", "for", "waits for", "Python"):
         table.add_column(column, overflow="fold")
     for board, answer in zip(job.boards, told, strict=True):
-        state = {"": "dead", "T": "stopped", "t": "stopped"}.get(board.state, "alive")
-        line = main_line(answer) or ("does not answer" if state == "alive" and answer is None else "")
+        is_asked = board.state not in ("", "T", "t")
+        line = main_line(answer) or ("does not answer" if is_asked and answer is None else "")
         groups: list[GroupOnBoard | None] = [each for each in board.groups() if each.is_open]
         for group in groups or [None]:
-            call, since, waits = _cells(board, group)
-            name = "-" if group is None else f"{group.name} ({group.transport})"
-            style = {"dead": "red", "stopped": "yellow"}.get(state, "")
-            table.add_row(str(board.rank), str(board.pid), state, name, call, since, waits, line, style=style)
+            cells, style = rank_cells(board, group)
+            table.add_row(*cells, line, style=style)
     return table
+
+
+def rank_cells(board: Board, group: GroupOnBoard | None) -> tuple[list[str], str]:
+    """Returns rank, pid, state, group, call, since when, whom it waits for; and the row's style."""
+    state = {"": "dead", "T": "stopped", "t": "stopped"}.get(board.state, "alive")
+    name = "-" if group is None else f"{group.name} ({group.transport})"
+    style = {"dead": "red", "stopped": "yellow"}.get(state, "")
+    return [str(board.rank), str(board.pid), state, name, *_cells(board, group)], style
 
 
 def _cells(board: Board, group: GroupOnBoard | None) -> tuple[str, str, str]:

@@ -90,6 +90,7 @@ def show_jobs(with_stacks: bool) -> int:
             console.print(f"\nrank {board.rank} (pid {board.pid})", style="bold", highlight=False)
             console.print("\n".join(_jobs.stack_lines(answer)) or "no answer", markup=False, highlight=False)
         console.print()
+        job.close()
     if not jobs:
         console.print("no job of this user runs on this host")
     return len(jobs)

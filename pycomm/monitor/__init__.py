@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .bandwidth import CollectiveStats, snapshot, table, table_at_exit
     from .export import prometheus_registry, serve_prometheus, write_json_lines, write_prometheus
     from .integrity import GradientNorms, Replicas, checked, gradient_norms, verify
+    from .lateness import Lateness, StragglerReport, on_straggler, stragglers
     from .profiler import profiler_ranges
-    from .stragglers import Lateness, StragglerReport, on_straggler, stragglers
     from .timeline import write_trace
     from .verdict import Verdict
     from .watch import Hang, on_hang
@@ -30,7 +30,7 @@ _MODULE_OF = {
         "export": "prometheus_registry serve_prometheus write_json_lines write_prometheus",
         "integrity": "GradientNorms Replicas checked gradient_norms verify",
         "profiler": "profiler_ranges",
-        "stragglers": "Lateness StragglerReport on_straggler stragglers",
+        "lateness": "Lateness StragglerReport on_straggler stragglers",
         "timeline": "write_trace",
         "verdict": "Verdict",
         "watch": "Hang on_hang",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pycomm.monitor import bandwidth, export
 from pycomm.monitor.boards import Board
-from pycomm.monitor.stragglers import find_stragglers
+from pycomm.monitor.lateness import find_stragglers
 from pycomm.monitor.timeline import Span, spans_of, trace_events
 from pycomm.ops import native
 

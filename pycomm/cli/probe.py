@@ -1,0 +1,97 @@
+"""Measures latency and bandwidth between every two ranks, draws them as a heat map, and names the slow links.
+
+pycomm probe -n 4                                   ranks on this host
+torchrun --nnodes 2 ... -m pycomm probe             ranks of any launcher, on any hosts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..sizes import format_bytes, parse_bytes
+from ..topology import detect_launch
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..monitor.links import Links
+
+__all__ = ["heat_map", "main"]
+
+
+def heat_map(title: str, matrix: Sequence[Sequence[float]], is_low_good: bool) -> Table:
+    """Returns a table of ranks by ranks whose cells go from green (the best link) to red (the worst)."""
+    from rich.table import Table
+    from rich.text import Text
+
+    values = [value for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("rank", justify="right")
+    for rank in range(len(matrix)):
+        table.add_column(str(rank), justify="center", min_width=8)
+    for i, row in enumerate(matrix):
+        cells = []
+        for j, value in enumerate(row):
+            # Links that are within a quarter of each other have one colour: noise is no finding.
+            badness = 0.0 if high <= 1.25 * low else (value - low) / (high - low)
+            badness = badness if is_low_good or high <= 1.25 * low else 1.0 - badness
+            style = f"black on rgb({round(90 + 165 * badness)},{round(200 - 120 * badness)},90)"
+            cells.append(Text("-", style="dim") if i == j else Text(f"{value:^8.3g}", style=style))
+        table.add_row(str(i), *cells)
+    return table
+
+
+def _show(links: Links, nbytes: int, options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from ..monitor.links import slow_links
+
+    slow = slow_links(links)
+    if options.json:
+        print(json.dumps({**links._asdict(), "slow": slow}))
+        return
+    console = Console(record=options.svg is not None, width=None if sys.stdout.isatty() else 120)
+    console.print(heat_map("latency, us one way (8 B)", links.latency_us, is_low_good=True))
+    console.print()
+    console.print(heat_map(f"bandwidth, GB/s ({format_bytes(nbytes)})", links.bandwidth_gbps, is_low_good=False))
+    console.print()
+    for one, other, what in slow:
+        console.print(f"slow link: ranks {one} and {other}: {what}", style="yellow", highlight=False)
+    if not slow:
+        console.print("no link is twice as bad as the median link", highlight=False)
+    if options.svg:
+        console.save_svg(options.svg, title="pycomm probe")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and shows; returns 0, or what the ranks returned that it started."""
+    parser = argparse.ArgumentParser(
+        prog="pycomm probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", type=int, help="start so many ranks on this host; not under a launcher")
+    parser.add_argument("--transport", default="auto", help="as for pycomm.init (default: %(default)s)")
+    parser.add_argument("--bytes", default="1MiB", help="of the messages that measure bandwidth (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.1, help="for each pair of ranks (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--svg", help="also draw the heat maps into this file")
+    arguments = sys.argv[2:] if argv is None else list(argv)
+    options = parser.parse_args(arguments)
+    if options.n is not None and detect_launch().launcher == "none":
+        start = [sys.executable, "-m", "pycomm", "run", "-n", str(options.n), "-m", "pycomm", "probe", *arguments]
+        return subprocess.run(start, check=False).returncode
+    from ..collectives.init import finalize, init
+    from ..monitor.links import measure_links
+
+    nbytes = parse_bytes(options.bytes)
+    group = init(options.transport)
+    links = measure_links(group, nbytes, options.seconds)
+    if group.rank == 0:
+        _show(links, nbytes, options)
+    finalize()
+    return 0

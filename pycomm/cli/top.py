@@ -1,0 +1,178 @@
+"""Shows the jobs of this user on this host as they run: calls a second, bandwidth, who waits for whom, who comes late.
+
+It reads the boards of the ranks (docs/diagnosis.md), so a job needs no preparation and is not disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..monitor.bandwidth import CollectiveStats, snapshot
+from ..monitor.boards import Board
+from ..monitor.lateness import StragglerReport, stragglers_on
+from ..sizes import format_bytes
+from ._jobs import Job, find_jobs, rank_cells, verdicts
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+__all__ = ["frame", "main"]
+
+
+class Rates:
+    """What changed on a job's boards since the last look."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[object, ...], tuple[float, float, float]] = {}
+
+    def of(self, key: tuple[object, ...], calls: float, total_us: float) -> tuple[float, float]:
+        """Returns (calls a second, share of the time in them) since the last look; zeros at the first."""
+        now_s = time.monotonic()
+        before = self._seen.get(key)
+        self._seen[key] = now_s, calls, total_us
+        if before is None or now_s <= before[0]:
+            return 0.0, 0.0
+        elapsed_s = now_s - before[0]
+        return (calls - before[1]) / elapsed_s, (total_us - before[2]) / 1e6 / elapsed_s
+
+
+def frame(job: Job, rates: Rates) -> RenderableType:
+    """Returns one picture of a job."""
+    from rich.console import Group
+    from rich.text import Text
+
+    groups = job.groups()
+    reports = {
+        members: stragglers_on(job.boards, members, entries[0][1].world_size)
+        for members, entries in groups.items()
+        if len(entries) == entries[0][1].world_size
+    }
+    step_us = _step_us(job.boards[0])
+    head = f"{job.command}\n{job.boards[0].world_size} ranks, {len(job.boards)} of them here"
+    head += f"; a step takes {step_us / 1e3:.2f} ms" if step_us else ""
+    parts: list[RenderableType] = [
+        Text(head, style="bold"),
+        _ranks_table(job, reports, rates),
+        _classes_table(job, rates),
+    ]
+    for members, entries in groups.items():
+        report = reports.get(members)
+        if report is not None and (report.slow_ranks or report.slow_transfers):
+            parts.append(Text(f"group {entries[0][1].name}: {report}", style="yellow"))
+    parts += [
+        Text(f"group {name} has waited for {waited_s:.1f} s: {verdict.text}", style="red")
+        for name, waited_s, verdict in verdicts(job)
+    ]
+    return Group(*parts)
+
+
+def _step_us(board: Board) -> float:
+    """Returns the usual time between two calls of the largest kind: a training step, where there is one a step."""
+    records = board.records()
+    if not records:
+        return 0.0
+    largest = max(record.nbytes for record in records)
+    starts = [record.start_ns for record in records if record.nbytes == largest][-64:]
+    gaps = [(after - before) / 1e3 for before, after in zip(starts, starts[1:])]
+    return median(gaps) if gaps else 0.0
+
+
+def _ranks_table(job: Job, reports: dict[int, StragglerReport], rates: Rates) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "pid", "process", "group", "call", "for", "waits for"):
+        table.add_column(name, no_wrap=True)
+    for name in ("calls/s", "in calls", "late, us", "last in"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for board in job.boards:
+        stats = snapshot(board)
+        for group in [each for each in board.groups() if each.is_open]:
+            mine = [entry for entry in stats if entry["group"] == group.name]
+            key = job.number, board.rank, group.index
+            calls_per_s, share = rates.of(key, sum(e["calls"] for e in mine), sum(e["total_us"] for e in mine))
+            late, last = _lateness(reports.get(group.members), board)
+            cells, style = rank_cells(board, group)
+            table.add_row(*cells, f"{calls_per_s:.0f}", f"{share:.0%}", late, last, style=style)
+    return table
+
+
+def _lateness(report: StragglerReport | None, board: Board) -> tuple[str, str]:
+    for each in report.ranks if report else ():
+        if each.rank == board.rank:
+            return f"{each.median_us:.0f}", f"{each.last_share:.0%}"
+    return "", ""
+
+
+def _classes_table(job: Job, rates: Rates) -> Table:
+    """Returns the calls of the first rank here, by class."""
+    from rich.table import Table
+
+    board = job.boards[0]
+    table = Table(title=f"calls of rank {board.rank}", title_justify="left", box=None, pad_edge=False)
+    for name in ("collective", "group", "algorithm", "transport"):
+        table.add_column(name, no_wrap=True)
+    for name in ("up to", "calls/s", "p50 us", "p99 us", "GB/s now", "busbw GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for entry in snapshot(board):
+        key = job.number, entry["group"], entry["verb"], entry["algorithm"], entry["max_bytes"]
+        calls_per_s, _share = rates.of(key, entry["calls"], entry["total_us"])
+        table.add_row(*_class_cells(entry, calls_per_s))
+    return table
+
+
+def _class_cells(entry: CollectiveStats, calls_per_s: float) -> list[str]:
+    names = [entry["verb"].removesuffix("_single"), entry["group"], entry["algorithm"], entry["transport"]]
+    times = [f"{entry['p50_us']:.1f}", f"{entry['p99_us']:.1f}"]
+    bandwidths = [f"{entry['recent_algbw_gbps']:.2f}", f"{entry['busbw_gbps']:.2f}"]
+    return [*names, format_bytes(entry["max_bytes"]), f"{calls_per_s:.0f}", *times, *bandwidths]
+
+
+def _all(jobs: Sequence[Job], rates: Rates) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(*(frame(job, rates) for job in jobs)) if jobs else Text("no job of this user runs on this host")
+
+
+def _look(rates: Rates) -> RenderableType:
+    jobs = find_jobs()
+    try:
+        return _all(jobs, rates)
+    finally:
+        for job in jobs:
+            job.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Shows the jobs until Ctrl-C; returns 0."""
+    from rich.console import Console
+    from rich.live import Live
+
+    parser = argparse.ArgumentParser(prog="pycomm top", description=__doc__)
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks (default: %(default)s)")
+    parser.add_argument("--once", action="store_true", help="print one picture, of one interval, and end")
+    parser.add_argument("--svg", help="also draw that picture into this file; with --once")
+    options = parser.parse_args(None if argv is None else list(argv))
+    console = Console(record=options.svg is not None, width=None if sys.stdout.isatty() else 130)
+    rates = Rates()
+    picture = _look(rates)
+    if options.once:
+        time.sleep(options.every)
+        console.print(_look(rates))
+        if options.svg:
+            console.save_svg(options.svg, title="pycomm top")
+        return 0
+    try:
+        with Live(picture, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(options.every)
+                live.update(_look(rates), refresh=True)
+    except KeyboardInterrupt:
+        return 0

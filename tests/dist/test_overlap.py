@@ -1,0 +1,137 @@
+"""Streams: results, order, errors, and what they leave behind; every transport whose ranks are processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import pycomm
+from harness import run_ranks, transport_params
+
+PROCESSES = [param for param in transport_params() if param.values[0] not in ("local", "mpi")]
+NUMEL = 300_007
+
+
+def run_streams(rank: int) -> None:
+    world = pycomm.world_size()
+    with pycomm.CommStream("gradients", segment_bytes=1 << 18) as stream:
+        torch.manual_seed(rank)  # the ranks submit at different moments
+        works, tensors = [], []
+        for number in range(12):
+            time.sleep(float(torch.rand(())) * 0.005)
+            numel = NUMEL if number % 3 == 0 else 100 + number
+            tensors.append(torch.full((numel,), float(rank + number)))
+            works.append(stream.all_reduce(tensors[-1], priority=number % 2))
+            pycomm.all_reduce(torch.ones(3))  # the caller's own calls go on beside
+        doubled = works[-1].then(lambda work: 2 * work.result()[0] if isinstance(work.result(), torch.Tensor) else 0)
+        for number, (work, tensor) in enumerate(zip(works, tensors)):
+            work.wait()
+            assert torch.equal(tensor, torch.full_like(tensor, world * (world - 1) / 2 + world * number)), number
+        doubled.wait()
+        submitted = stream.submit(lambda group: pycomm.all_reduce(tensors[0], group=group) or "done", hold=tensors[0])
+        assert submitted.result() == "done"
+        assert stream.synchronize(10.0)
+        report = stream.step()
+        assert report.comm_s > 0 and report.nbytes >= 4 * 4 * NUMEL and 0 <= report.hidden_share <= 1
+        assert stream.step().comm_s == 0
+        check_errors(stream, rank)
+    with pytest.raises(pycomm.TransportError, match="closed"):
+        stream.all_reduce(torch.ones(3))
+    names = [thread.name for thread in threading.enumerate()]
+    assert "pycomm-stream-gradients" not in names
+    check_mismatch(rank)
+
+
+def check_errors(stream: pycomm.CommStream, rank: int) -> None:
+    """An exception goes to whoever waits, and the stream goes on."""
+
+    def fail(_group: pycomm.Group) -> None:
+        raise ValueError("mine")
+
+    work = stream.submit(fail)
+    with pytest.raises(ValueError, match="mine"):
+        work.wait()
+    assert not work.is_success()
+    tensor = torch.ones(5)
+    stream.all_reduce(tensor).wait()
+    assert tensor[0] == pycomm.world_size()
+
+
+def check_mismatch(rank: int) -> None:
+    """Ranks that submit different things learn it as they do without a stream."""
+    stream = pycomm.CommStream("other")
+    work = stream.all_reduce(torch.ones(5 if rank else 6))
+    with pytest.raises(pycomm.CollectiveMismatchError):
+        work.wait()
+    stream.close()
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_streams(transport: str) -> None:
+    run_ranks(3, run_streams, transport=transport)
+
+
+def observe(rank: int) -> None:
+    """The monitor from inside: verify, checks, gradient norms, stragglers, trace."""
+    world = pycomm.world_size()
+    model = torch.nn.Linear(4, 3)
+    for parameter in model.parameters():
+        pycomm.broadcast(parameter.data, 0)
+    assert pycomm.verify(model)
+    if rank == 1:
+        model.bias.data[0] += 1e-7
+    report = pycomm.verify(model)
+    assert not report and report.first == "bias" and report.ranks == (1,), report
+    norms = pycomm.monitor.gradient_norms([torch.full((4,), float("nan") if rank == 2 else 1.0)])
+    assert norms.suspects == (2,)
+    said: list[str] = []
+    with pycomm.monitor.checked(on_nan=said.append):
+        tensor = torch.tensor([1.0, float("inf") if rank == 0 else 1.0])
+        pycomm.all_reduce(tensor)
+    assert len(said) == 1 and ("the input" if rank == 0 else "the result") in said[0], said
+    late: list[pycomm.monitor.StragglerReport] = []
+    stop = pycomm.monitor.on_straggler(lambda _name, found: late.append(found))
+    deadline = time.monotonic() + 10
+    is_over = torch.zeros(1)
+    while not is_over.item():
+        if rank == 1:
+            time.sleep(0.002)
+        is_over[0] = float(bool(late) or time.monotonic() > deadline)
+        pycomm.all_reduce(is_over, pycomm.ReduceOp.MIN)
+    stop()
+    assert late and 1 in late[0].slow_ranks, late
+    found = pycomm.monitor.stragglers()
+    assert (found is None) == (rank != 0)
+    assert found is None or 1 in found.slow_ranks, found
+    entries = pycomm.monitor.snapshot()
+    assert sum(entry["calls"] for entry in entries if entry["verb"] == "all_reduce") > 10 and world == 3
+
+
+def test_the_monitor_from_inside() -> None:
+    run_ranks(3, observe)
+
+
+def profile(rank: int, path: str) -> None:
+    with pycomm.monitor.profiler_ranges(), torch.profiler.profile() as profiler:
+        pycomm.all_reduce(torch.ones(100))
+        pycomm.barrier()
+    names = [event.name for event in profiler.events()]
+    assert names.count("pycomm::all_reduce") == 1 and names.count("pycomm::barrier") == 1
+    assert (pycomm.monitor.write_trace(path) > 4) == (rank == 0)
+
+
+@pytest.mark.parametrize("transport", [param for param in PROCESSES if param.values[0] in ("shm", "mixed")])
+def test_profiler_ranges_and_a_trace_over_all_ranks(tmp_path, transport: str) -> None:
+    import json
+
+    path = tmp_path / "trace.json"
+    run_ranks(3, profile, str(path), transport=transport)
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["name"] == "barrier"]
+    assert {event["pid"] for event in slices} == {0, 1, 2}
+    first = [event for event in slices if event["args"]["seq"] == max(each["args"]["seq"] for each in slices)]
+    starts, ends = [event["ts"] for event in first], [event["ts"] + event["dur"] for event in first]
+    assert len(first) == 3 and max(starts) <= min(ends), "a barrier ends nowhere before the last rank has come"
