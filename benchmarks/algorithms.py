@@ -35,7 +35,8 @@ from pycomm.topology import detect_launch
 
 Call = Callable[[], None]
 
-PAIR_TURN_MS, PAIR_ROUNDS, PAIR_S = 2.0, 61, 0.6  # of `auto` beside the best: as many rounds as fit the seconds
+PAIR_TURN_MS, PAIR_S = 2.0, 0.6  # of `auto` beside the best: as many rounds as fit the seconds,
+PAIR_ROUNDS = 12, 60  # within these; even, so that each is first in as many
 
 
 def main() -> int:
@@ -112,7 +113,7 @@ def ratios(group: pycomm.Group, calls: dict[str, Call], times: dict[str, list[fl
     said = []
     for pair in pairs:
         round_s = sum(max(median(times[name]), PAIR_TURN_MS / 1e3) for name in pair)
-        rounds = max(5, min(PAIR_ROUNDS, int(PAIR_S / round_s)))
+        rounds = min(max(int(PAIR_S / round_s) // 2 * 2, PAIR_ROUNDS[0]), PAIR_ROUNDS[1])
         first, second = time_in_turns(group, {name: calls[name] for name in pair}, rounds, PAIR_TURN_MS).values()
         said.append(f"{'/'.join(pair)} {median(a / b for a, b in zip(first, second, strict=True)):.2f}")
     return said
