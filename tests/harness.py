@@ -14,10 +14,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from mpi_harness import mpirun, outcome_of, run_in_world, run_once
 from pycomm.transport import TRANSPORTS
 from pycomm.transport.local import LocalWorld
 
@@ -62,16 +60,19 @@ def run_ranks(
     transport: str = "shm",
     timeout_s: float = 60.0,
     casualties: Collection[int] = (),
+    is_fresh: bool = False,
 ) -> list[Any]:
     """Returns ``[fn(rank, *args) for each rank]``, each run inside ``pycomm.init``. Raises RanksFailed.
 
     ``fn`` is a function of a module, its arguments and results can be pickled (except for threads). ``casualties`` are
-    ranks whose process is meant to die; their result is None.
+    ranks whose process is meant to die; their result is None. Under mpirun the processes are those of earlier tests,
+    unless ``is_fresh``.
     """
-    runner = {"local": _run_threads, "mpi": _run_mpi}.get(transport, _run_processes)
-    if casualties and transport == "mpi":
-        runner = _run_mpi_with_casualties
-    outcomes = runner(world_size, fn, args, transport, timeout_s)
+    if transport == "mpi":
+        outcomes = _run_mpi(world_size, fn, args, timeout_s, is_fresh, casualties)
+    else:
+        runner = _run_threads if transport == "local" else _run_processes
+        outcomes = runner(world_size, fn, args, transport, timeout_s)
     for rank in casualties:
         is_ok, text = outcomes[rank]
         outcomes[rank] = (True, None) if not is_ok and text.startswith(_DIED) else (False, f"should have died: {text}")
@@ -90,7 +91,7 @@ def transport_params() -> list[Any]:
 def _marks(name: str) -> list[Any]:
     if name != "mpi":
         return []  # the native core is not optional here: without it these tests fail and say how to build it
-    missing = "mpi4py" if importlib.util.find_spec("mpi4py") is None else "mpirun" if _mpirun() is None else None
+    missing = "mpi4py" if importlib.util.find_spec("mpi4py") is None else "mpirun" if mpirun() is None else None
     skip = (
         [] if missing is None else [pytest.mark.skip(reason=f"{missing} is not installed: pip install 'pycomm[mpich]'")]
     )
@@ -222,7 +223,7 @@ def _process_main(
         with pycomm.init(transport, rank=rank, world_size=world_size, store=store, timeout=timeout_s):
             return fn(rank, *args)
 
-    sender.send_bytes(_outcome(join_and_run))
+    sender.send_bytes(outcome_of(join_and_run))
 
 
 def _pretend_hosts(rank: int) -> None:
@@ -230,14 +231,6 @@ def _pretend_hosts(rank: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for module in ("agreement", "exchange"):
         vars(importlib.import_module(f"pycomm.collectives.{module}"))["host_id"] = lambda: f"host{rank // 2}"
-
-
-def _outcome(body: Callable[[], Any]) -> bytes:
-    """Returns, pickled, (True, result of body) or (False, traceback)."""
-    try:
-        return pickle.dumps((True, body()))
-    except BaseException:
-        return pickle.dumps((False, traceback.format_exc()))
 
 
 def _dump_stacks(pids: list[int | None]) -> None:
@@ -252,79 +245,11 @@ def _dump_stacks(pids: list[int | None]) -> None:
 # -- mpirun ------------------------------------------------------------------------------------------------------------
 
 
-def _mpirun() -> str | None:
-    """Returns the mpirun beside this Python, else that of PATH."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
-def _run_mpi_with_casualties(
-    world_size: int, fn: Any, args: Any, transport: str, timeout_s: float
-) -> list[tuple[bool, Any]]:
-    """As MPICH's launcher lets the other ranks live when one has *exited*; when one was killed it ends them all."""
-    outcomes = _run_mpi(world_size, fn, args, transport, timeout_s, ["-disable-auto-cleanup"])
-    return [(is_ok, each if is_ok else each.replace("no result", _DIED)) for is_ok, each in outcomes]
-
-
 def _run_mpi(
-    world_size: int, fn: Any, args: Any, transport: str, timeout_s: float, options: Collection[str] = ()
+    world_size: int, fn: Any, args: Any, timeout_s: float, is_fresh: bool, casualties: Collection[int]
 ) -> list[tuple[bool, Any]]:
-    mpirun = _mpirun()
-    assert mpirun is not None, "mpirun is not installed: pip install 'pycomm[mpich]'"
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps((sys.path, fn.__module__, timeout_s)))
-        (folder / "payload").write_bytes(pickle.dumps((fn, args)))
-        command = [mpirun, *options, "-n", str(world_size), sys.executable, __file__, name]
-        with (folder / "output").open("w") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                pids = [int(path.read_text()) for path in folder.glob("pid*")]
-                _dump_stacks(pids)
-                os.killpg(process.pid, signal.SIGKILL)  # the session made above: mpirun and its proxies
-                process.wait()
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-        printed = (folder / "output").read_text()
-        outcomes: list[tuple[bool, Any]] = []
-        for rank in range(world_size):
-            result = folder / f"result{rank}"
-            if result.exists():
-                outcomes.append(pickle.loads(result.read_bytes()))
-            else:
-                outcomes.append((False, f"no result, mpirun returned {process.returncode}; output:\n{printed}"))
-        return outcomes
-
-
-def _mpi_main(name: str) -> None:
-    """The body of one rank under mpirun."""
-    folder = Path(name)
-    path, module, timeout_s = pickle.loads((folder / "job").read_bytes())
-    sys.path[:] = path
-    torch.set_num_threads(1)
-    rank = next(int(os.environ[key]) for key in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if key in os.environ)
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-    def join_and_run() -> Any:
-        importlib.import_module(module)
-        fn, args = pickle.loads((folder / "payload").read_bytes())
-        with pycomm.init("mpi", timeout=timeout_s):
-            return fn(rank, *args)
-
-    partial = folder / f"partial{rank}"
-    partial.write_bytes(_outcome(join_and_run))
-    partial.rename(folder / f"result{rank}")
-
-
-if __name__ == "__main__":
-    _mpi_main(sys.argv[1])
+    if casualties:
+        # MPICH's launcher lets the other ranks live when one has *exited*; when one was killed it ends them all.
+        outcomes = run_once(world_size, fn, args, timeout_s, ["-disable-auto-cleanup"])
+        return [(is_ok, each if is_ok else each.replace("no result", _DIED)) for is_ok, each in outcomes]
+    return (run_once if is_fresh else run_in_world)(world_size, fn, args, timeout_s)
