@@ -36,6 +36,7 @@ CLOSE = 0.05  # times that differ by less are as good as equal, and the milder c
 WARM_UP_CALLS = 3  # measured uncompressed; the fastest counts
 TRIAL_CALLS = 4  # after them a choice is held against the measured time of none
 _SAMPLE_NUMEL = 1 << 20
+_SEGMENTS = 4  # about how many there are between hosts
 _CONTEXT = Context(parts=(), kept={})
 
 
@@ -140,15 +141,22 @@ def _decide(call: Squeezed, wire: Wire, specs: Sequence[str], times: list[float]
     plain_s, inside_s, codecs = times[0], times[1], times[2:]
     source = call.collective.input
     assert source is not None
-    hosts = wire.between.world_size if wire.between is not None else wire.world_size
-    numel = source.numel() // (wire.inside.world_size if wire.inside is not None else 1)
+    local = wire.inside.world_size if wire.inside is not None else 1
+    peers = wire.between.world_size if wire.between is not None else wire.world_size
+    numel = source.numel() // local
     wire_s = max(plain_s - inside_s, 0.0)
     candidates = []
     for index, spec in enumerate(specs):
         encode_s, decode_s = codecs[2 * index] * numel, codecs[2 * index + 1] * numel
-        share, codec_s = _cost(_codec(spec), call.collective.verb, numel, hosts, (encode_s, decode_s))
+        codec = _codec(spec)
+        share, codec_s = _cost(codec, call.collective.verb, numel, (local, peers), (encode_s, decode_s))
         share *= 4 / source.element_size()  # payloads are of float32
-        candidates.append(Candidate(spec, codec_s, share, inside_s + wire_s * share + codec_s))
+        took_s, computed_s = wire_s * share, inside_s + codec_s
+        if wire.between is not None and not codec.is_sparse:  # in segments: one computes while the other travels
+            predicted_s = max(took_s, computed_s) + min(took_s, computed_s) / _SEGMENTS
+        else:
+            predicted_s = took_s + computed_s
+        candidates.append(Candidate(spec, codec_s, share, predicted_s))
     best_s = min(each.predicted_s for each in candidates)
     if best_s > plain_s * (1 - MIN_GAIN):
         reason = f"the best compressor would take {best_s / plain_s:.0%} of its time; less than {MIN_GAIN:.0%} saved"
@@ -179,18 +187,23 @@ def _decision(
     return AutoDecision(call.collective.verb, source.nbytes, dtype, chosen, reason, plain_s, tuple(candidates))
 
 
-def _cost(codec: Codec, verb: str, numel: int, ranks: int, times: tuple[float, float]) -> tuple[float, float]:
+def _cost(
+    codec: Codec, verb: str, numel: int, ranks: tuple[int, int], times: tuple[float, float]
+) -> tuple[float, float]:
     """Returns (its bytes on the wire relative to those of none in float32, seconds of the codec).
 
-    ``times`` are those of encoding and of decoding all elements once.
+    ``ranks``: those of a host that share the work (1: none do), and those that a payload goes to. ``times`` are those
+    of encoding and of decoding the elements of this rank's share once.
     """
-    encode_s, decode_s = times
+    (local, peers), (encode_s, decode_s) = ranks, times
     share = codec.payload_numel(numel, _CONTEXT) * codec.wire_dtype.itemsize / max(4 * numel, 1)
-    if verb != "all_reduce" or codec.combine is Combine.SUM:
-        return share, encode_s + decode_s * (ranks if verb == "all_gather_single" else 1)
+    if verb != "all_reduce":
+        return share, encode_s + decode_s * (peers if verb == "all_gather_single" else 1)
     if codec.combine is Combine.GATHER:
-        return share * ranks / 2, encode_s + ranks * decode_s
-    return share, encode_s * (1 + 1 / ranks) + 2 * decode_s
+        return share * peers / 2, encode_s + local * peers * decode_s
+    if codec.combine is Combine.SUM and local == 1:
+        return share, encode_s + decode_s
+    return share, encode_s + decode_s * (local + (peers - 1) / peers)
 
 
 def _codec_times(spec: str, sample: torch.Tensor) -> list[float]:

@@ -25,6 +25,7 @@ from ..compression import Combine, Compressor, Context, Message, Part
 from ..errors import ConfigError
 from ..types import ReduceOp
 from .compression_chunks import Chunks, chunk_numel_of
+from .compression_hosts import BetweenHosts
 from .compression_wire import Wire
 
 __all__ = ["Squeezed", "check_call", "run"]
@@ -141,7 +142,7 @@ def _all_reduce_one(
         total.zero_()
         return
     if wire.inside is not None and wire.between is not None:
-        _exchange_between_hosts(message, total, wire.inside, wire.between, context)
+        BetweenHosts(message, total, wire.inside, wire.between, context).run()
     else:
         _EXCHANGES[message.codec.combine](message, total, wire, context)
     with wire.timer.decoding():
@@ -171,10 +172,11 @@ def _reduce_scatter(
         with wire.timer.decoding():
             message.codec.decode(part, mine, context)
     else:
-        chunks = Chunks(message, wire, context, part.numel(), segments=1)
+        chunks = Chunks(message, wire, context, part.numel())
         chunks.encode(0)
         wire.all_to_all(chunks.received[0], chunks.sent[0])
         chunks.add(0, part)
+        chunks.add_owed(0, part)
     with wire.timer.decoding():
         compressor.end(message, part, context)
 
@@ -273,30 +275,6 @@ def _run_segments(
             before.result()
             wire.all_gather(chunks.gathered[segment - 1], chunks.reduced[segment - 1])
             submit(chunks.decode, segment - 1, total)
-
-
-def _exchange_between_hosts(
-    message: Message, total: torch.Tensor, inside: Wire, between: Wire, context: Context
-) -> None:
-    """Adds up on this host, compressing nothing; then each rank exchanges its shard with its likes on other hosts."""
-    numel = message.input.numel()
-    shard_numel = -(-numel // inside.world_size)
-    flat, whole = message.input, total
-    if numel != shard_numel * inside.world_size:
-        whole = inside.workspace.take("padded", shard_numel * inside.world_size, torch.float32, flat.device)
-        whole[:numel].copy_(flat)
-        whole[numel:].zero_()
-        flat = whole
-    shard = inside.workspace.take("shard", shard_numel, torch.float32, flat.device)
-    inside.reduce_scatter(shard, flat)
-    start, stop = (min((inside.rank + step) * shard_numel, numel) for step in (0, 1))
-    residual = None if message.residual is None else message.residual[start:stop]
-    own = shard[: stop - start]
-    context = context._replace(rank=between.rank, world_size=between.world_size, offset=context.offset + start)
-    _EXCHANGES[message.codec.combine](Message(message.codec, own, residual), own, between, context)
-    inside.all_gather(whole, shard)
-    if whole is not total:
-        total.copy_(whole[:numel])
 
 
 _EXCHANGES: dict[Combine, Callable[[Message, torch.Tensor, Wire, Context], None]] = {

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..algorithms.executor import Collective
+from ..algorithms.executor import FIRST_TAG, Collective
 from ..errors import CollectiveMismatchError
+from ..transport.base import Request
 from ..types import ReduceOp
 
 if TYPE_CHECKING:
@@ -141,6 +142,28 @@ class Wire:
         self._execute(
             Collective(verb="all_to_all_single", input=sent, output=received, input_splits=splits, output_splits=splits)
         )
+
+    def start(self, flat: torch.Tensor, peer: int, turn: int, *, is_send: bool) -> Request:
+        """Starts a message to or from ``peer``; ``turn`` tells the messages of exchanges in turns apart."""
+        self.sent_bytes += flat.nbytes * is_send
+        transport = self._group.transport
+        return (transport.isend if is_send else transport.irecv)(flat, peer, FIRST_TAG + turn)
+
+    @contextmanager
+    def messages(self) -> Iterator[float]:
+        """Gives the deadline of ``start``'s messages. After an error this group is closed: they may still be under way.
+
+        What is not spent on encoding and decoding counts as exchange.
+        """
+        timer, start_ns = self.timer, time.perf_counter_ns()
+        exchanged_ns, codec_ns = timer.exchange_ns, timer.encode_ns + timer.decode_ns
+        try:
+            yield self._deadline
+        except BaseException:
+            self._group.close()
+            raise
+        codec_ns = timer.encode_ns + timer.decode_ns - codec_ns
+        timer.exchange_ns = exchanged_ns + time.perf_counter_ns() - start_ns - codec_ns
 
     def agree(self, description: str) -> None:
         """Raises CollectiveMismatchError on every rank unless all of them pass the same ``description``."""

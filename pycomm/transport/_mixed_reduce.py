@@ -9,32 +9,26 @@ gives the sum to the others. So each element is added up on one rank, and the re
 
 Bytes sent per rank to other hosts: 2(m-1)/m / L * S, for m hosts of L ranks and S bytes: the fewest there can be.
 
-[Note: the cable is never idle]
-``WINDOW`` segments are under way, each with two rounds of messages. The rank waits for the oldest round, adds or
-gathers, starts the round after it, and then the next segment; meanwhile the messages of the others travel. Nothing
-spins: two cores that serve four ranks have to carry their TCP as well. All ranks of a host do so in the same order, as
+Segments take turns (``_turns.py``), each with two rounds of messages. All ranks of a host do so in the same order, as
 the calls of shared memory must be.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ..ops.reduce import reduce_
 from ..types import ReduceOp
+from ._turns import WINDOW, Rounds, left_s, run_in_turns
 from .base import Request, Transport
 
-__all__ = ["WINDOW", "ColumnReduce"]
+__all__ = ["ColumnReduce"]
 
-WINDOW = 4
 _SHARD_BYTES = 512 << 10
-
-_Rounds = Iterator[list[Request]]
 
 
 class _Start(Protocol):
@@ -68,26 +62,12 @@ class ColumnReduce:
         if even < input.numel():
             segments.append((tail, tail))
         slots = self._slots(input)
-        under_way: deque[tuple[_Rounds, list[Request]]] = deque()
-        for index, (target, source) in enumerate(segments):
-            if len(under_way) == WINDOW:
-                self._finish_oldest(under_way, deadline)
-            rounds = self._reduce(target, source, op, factor, slots[index % WINDOW], index % WINDOW, deadline)
-            under_way.append((rounds, next(rounds)))
-        while under_way:
-            self._finish_oldest(under_way, deadline)
+        exchanges = (
+            self._reduce(target, source, op, factor, slots[index % WINDOW], index % WINDOW, deadline)
+            for index, (target, source) in enumerate(segments)
+        )
+        run_in_turns(exchanges, deadline)
         output[even:] = tail[: input.numel() - even]
-
-    def _finish_oldest(self, under_way: deque[tuple[_Rounds, list[Request]]], deadline: float) -> None:
-        """Goes through the rounds of the segments, the oldest first, until one of the segments is complete."""
-        while True:
-            rounds, requests = under_way.popleft()
-            for request in requests:
-                request.wait(_left_s(deadline))
-            following = next(rounds, None)
-            if following is None:
-                return
-            under_way.append((rounds, following))
 
     def _reduce(
         self,
@@ -98,12 +78,12 @@ class ColumnReduce:
         slot: torch.Tensor,
         turn: int,
         deadline: float,
-    ) -> _Rounds:
+    ) -> Rounds:
         """Reduces one segment ``(L * numel,)``; yields the messages of a round, and goes on once they are complete."""
         hosts, mine, tag = len(self._column), self._host, self._first_tag + turn
         numel = input.numel() // self._inner.world_size
         shard, scratch = slot[:numel], slot[numel:]
-        self._inner.reduce_scatter_single(shard, input, op, factor, _left_s(deadline))
+        self._inner.reduce_scatter_single(shard, input, op, factor, left_s(deadline))
         parts = [shard[host * numel // hosts : (host + 1) * numel // hosts] for host in range(hosts)]
         width = parts[mine].numel()
         received = [scratch[host * width : (host + 1) * width] for host in range(hosts)]
@@ -119,7 +99,7 @@ class ColumnReduce:
             *(self._start(parts[host], peer, tag, is_send=False) for host, peer in others),
             *(self._start(parts[mine], peer, tag, is_send=True) for host, peer in others),
         ]
-        self._inner.all_gather_single(output, shard, _left_s(deadline))
+        self._inner.all_gather_single(output, shard, left_s(deadline))
 
     def _shard_numel(self, input: torch.Tensor) -> int:
         """Returns the elements of a shard. Smaller ones did not help small buffers: 1 MiB took 13 ms in 1, 19 in 4."""
@@ -134,7 +114,3 @@ class ColumnReduce:
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
         return self._memory[:nbytes].view(input.dtype).chunk(WINDOW)
-
-
-def _left_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 1e-3)

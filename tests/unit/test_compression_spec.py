@@ -55,6 +55,8 @@ def test_text_dict_and_functions_say_the_same() -> None:
         ("int8+dgc", "around a sparse codec"),
         ("int8+every:2+ef", "swap the two"),
         ("int8+policy+every:2", "a policy chooses among compressors"),
+        ("int8+ef:m=0.9", "expected a momentum m in"),
+        ("int8+ef21:m=1.0", "expected a momentum m in"),
         ("int8+ef:ef22", "unknown mode 'ef22'; known: classic, ef21"),
         ("", "expected a text such as 'int8'"),
         (5, "expected a text such as 'int8'"),

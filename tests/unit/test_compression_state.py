@@ -69,6 +69,16 @@ def test_momentum_correction_is_algorithm_1() -> None:
         assert torch.allclose(all_reduce([compressor], step), expected, atol=1e-5), step
 
 
+def test_ef21_with_momentum_follows_the_average() -> None:
+    ranks = [parse("topk:0.1+ef21:m=0.75") for _ in range(2)]
+    averages, estimates = [torch.zeros(NUMEL)] * 2, [torch.zeros(NUMEL)] * 2
+    for step in range(5):
+        got = all_reduce(ranks, step)
+        averages = [0.75 * v + 0.25 * inputs(rank, step) for rank, v in enumerate(averages)]
+        estimates = [g + largest(v - g, 20) for v, g in zip(averages, estimates, strict=True)]
+        assert torch.allclose(got, sum(estimates), atol=1e-5)
+
+
 def test_ef21_is_algorithm_1() -> None:
     ranks = [parse("topk:0.1+ef21") for _ in range(3)]
     estimates = [torch.zeros(NUMEL) for _ in ranks]
@@ -78,7 +88,7 @@ def test_ef21_is_algorithm_1() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["int4+ef", "topk:0.1+ef21", "topk:0.1+dgc:warmup=6", "int4+ef+every:2", "powersgd:2+ef"]
+    "spec", ["int4+ef", "topk:0.1+ef21", "sign+ef21:m=0.5", "topk:0.1+dgc:warmup=6", "int4+ef+every:2", "powersgd:2+ef"]
 )
 def test_a_saved_state_goes_on_as_if_nothing_had_been(spec: str) -> None:
     first = parse(spec)
