@@ -72,10 +72,29 @@ def topk(
 ) -> tuple[int, int, bool]: ...
 def scatter_add(flat: int, numel: int, indices: int, values: int, count: int, factor: float) -> int: ...
 
+# Those for CUDA are missing from a build without it.
+def topk_cuda(
+    indices: int,
+    values: int,
+    k: int,
+    flat: int,
+    numel: int,
+    residual: int,
+    workspace: int,
+    workspace_bytes: int,
+    report: int,
+    is_reusing: bool,
+    accepted: int,
+    stream: int,
+) -> None: ...
+def scatter_add_cuda(
+    flat: int, numel: int, indices: int, values: int, count: int, factor: float, flag: int, stream: int
+) -> None: ...
+
 class Packer:
     def __init__(self, tensor: type, parameter: type) -> None: ...
-    def pack(self, bucket: object, tensors: Sequence[object], scale: float) -> int: ...
-    def unpack(self, bucket: object, tensors: Sequence[object], scale: float) -> int: ...
+    def pack(self, bucket: object, tensors: Sequence[object], scale: float, stream: int | None) -> int: ...
+    def unpack(self, bucket: object, tensors: Sequence[object], scale: float, stream: int | None) -> int: ...
 
 # -- the front of a verb ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@
 #if defined(PYCOMM_WITH_CUDA)
 #include "../kernels/cuda/quantize.h"
 #include "../kernels/cuda/reduce.h"
+#include "../kernels/cuda/topk.h"
 #endif
 
 namespace py = pybind11;
@@ -83,17 +84,9 @@ void run_on_cpu(void (*kernel)(const Job&), const Job& job) {
   });
 }
 
-#if defined(PYCOMM_WITH_CUDA)
-template <class Job>
-void run_on_cuda(int (*kernel)(const Job&, void*), const Job& job, std::uintptr_t stream) {
-  const int error = kernel(job, reinterpret_cast<void*>(stream));
-  if (error != 0) throw std::runtime_error(std::string("quantize_cuda: CUDA says: ") + cuda_error_string(error));
-}
-#endif
-
-py::tuple topk_on_cpu(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat,
-                      std::size_t numel, std::uintptr_t residual, std::uintptr_t workspace,
-                      std::size_t workspace_bytes, std::int32_t guess, std::size_t accepted) {
+TopkJob topk_job(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
+                 std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::int32_t guess,
+                 std::size_t accepted) {
   if (k < 1 || k > numel || numel >= (std::size_t{1} << 31) || workspace_bytes < topk_workspace_bytes(numel, k)) {
     throw py::value_error("topk: expected 1 <= k <= numel < 2**31 and a workspace of workspace_bytes(numel, k)");
   }
@@ -104,6 +97,41 @@ py::tuple topk_on_cpu(std::uintptr_t indices, std::uintptr_t values, std::size_t
   job.residual = reinterpret_cast<float*>(residual);
   job.workspace = reinterpret_cast<void*>(workspace);
   job.numel = numel, job.k = k, job.guess = guess, job.accepted = accepted;
+  return job;
+}
+
+#if defined(PYCOMM_WITH_CUDA)
+void check_cuda(const char* who, int error) {
+  if (error != 0) throw std::runtime_error(std::string(who) + ": CUDA says: " + cuda_error_string(error));
+}
+
+template <class Job>
+void run_on_cuda(int (*kernel)(const Job&, void*), const Job& job, std::uintptr_t stream) {
+  check_cuda("quantize_cuda", kernel(job, reinterpret_cast<void*>(stream)));
+}
+
+void topk_on_cuda(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
+                  std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::uintptr_t report,
+                  bool is_reusing, std::size_t accepted, std::uintptr_t stream) {
+  const TopkJob job = topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes, 0, accepted);
+  check_cuda("topk_cuda", topk_cuda(job, reinterpret_cast<std::int32_t*>(report), is_reusing,
+                                    reinterpret_cast<void*>(stream)));
+}
+
+void scatter_add_on_cuda(std::uintptr_t flat, std::size_t numel, std::uintptr_t indices, std::uintptr_t values,
+                         std::size_t count, float factor, std::uintptr_t flag, std::uintptr_t stream) {
+  check_cuda("scatter_add_cuda",
+             scatter_add_cuda(reinterpret_cast<float*>(flat), numel, reinterpret_cast<const std::int32_t*>(indices),
+                              reinterpret_cast<const float*>(values), count, factor,
+                              reinterpret_cast<std::uint32_t*>(flag), reinterpret_cast<void*>(stream)));
+}
+#endif
+
+py::tuple topk_on_cpu(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat,
+                      std::size_t numel, std::uintptr_t residual, std::uintptr_t workspace,
+                      std::size_t workspace_bytes, std::int32_t guess, std::size_t accepted) {
+  const TopkJob job =
+      topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes, guess, accepted);
   TopkResult result;
   {
     py::gil_scoped_release release;
@@ -166,6 +194,15 @@ void bind_codecs(py::module_& m) {
   m.def("scatter_add", &scatter_add_on_cpu, py::arg("flat"), py::arg("numel"), py::arg("indices"), py::arg("values"),
         py::arg("count"), py::arg("factor"),
         "Adds and returns `count`; or adds nothing and returns the position of the first index outside.");
+#if defined(PYCOMM_WITH_CUDA)
+  m.def("topk_cuda", &topk_on_cuda, py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"),
+        py::arg("numel"), py::arg("residual"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("report"),
+        py::arg("is_reusing"), py::arg("accepted"), py::arg("stream"),
+        "As topk, queued on a stream; what it did goes to `report` (0: nowhere). Raises ValueError, RuntimeError.");
+  m.def("scatter_add_cuda", &scatter_add_on_cuda, py::arg("flat"), py::arg("numel"), py::arg("indices"),
+        py::arg("values"), py::arg("count"), py::arg("factor"), py::arg("flag"), py::arg("stream"),
+        "As scatter_add, queued on a stream; a bad index makes all of `flat` NaN. `flag`: 4 bytes. Raises RuntimeError.");
+#endif
 }
 
 }  // namespace pycomm

@@ -10,7 +10,7 @@
 
 namespace pycomm::dlpack {
 
-enum DeviceType : std::int32_t { kCPU = 1 };
+enum DeviceType : std::int32_t { kCPU = 1, kCUDA = 2 };
 
 enum TypeCode : std::uint8_t {
   kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6,

@@ -3,11 +3,20 @@
 #include "../kernels/pack.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "dlpack_abi.h"
 #include "pool.h"
+
+#if defined(PYCOMM_WITH_CUDA)
+#include "../kernels/cuda/pack.h"
+#include "../kernels/cuda/reduce.h"
+#endif
 
 namespace py = pybind11;
 
@@ -31,11 +40,12 @@ class Packer {
   }
 
   // Moves all elements and returns kDone; or moves nothing and returns the position of a tensor that cannot be packed, or
-  // what else is wrong.
+  // what else is wrong. With a stream the tensors are those of the current GPU, and the moves are queued.
   template <bool is_unpack>
-  Py_ssize_t run(py::handle bucket, py::handle tensors, float scale) const {
+  Py_ssize_t run(py::handle bucket, py::handle tensors, float scale, std::optional<std::uintptr_t> stream) const {
     PackPart whole;
-    if (!read(bucket.ptr(), whole) || !whole.is_contiguous || whole.ndim != 1) return kBadBucket;
+    Device device{stream ? dlpack::kCUDA : dlpack::kCPU, -1};
+    if (!read(bucket.ptr(), whole, device) || !whole.is_contiguous || whole.ndim != 1) return kBadBucket;
     thread_local std::vector<PackPart> parts;  // keeps its memory from call to call
     parts.clear();
     const py::object list = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "a sequence of tensors"));
@@ -44,17 +54,23 @@ class Packer {
     std::size_t numel = 0;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list.ptr()); ++i) {
       PackPart part;
-      if (!read(items[i], part) || overlap(whole, part)) return i;
+      if (!read(items[i], part, device) || overlap(whole, part)) return i;
       numel += part.numel;
       if (part.numel != 0) parts.push_back(part);
     }
     if (numel != whole.numel) return kBadLength;
-    move<is_unpack>(whole, parts, scale);
+    stream ? queue<is_unpack>(whole, parts, scale, *stream) : move<is_unpack>(whole, parts, scale);
     return kDone;
   }
 
  private:
-  bool read(PyObject* object, PackPart& part) const {
+  // Where all tensors of a call are; `id` is the bucket's once that is read, before it -1.
+  struct Device {
+    dlpack::DeviceType type;
+    std::int32_t id;
+  };
+
+  bool read(PyObject* object, PackPart& part, Device& device) const {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != tensor_.ptr() && type != parameter_.ptr()) return false;  // subclasses may mean something else
     dlpack::Tensor tensor;
@@ -62,7 +78,9 @@ class Packer {
       PyErr_Clear();  // sparse, meta, quantized, ...
       return false;
     }
-    if (tensor.device_type != dlpack::kCPU || tensor.dtype.lanes != 1 || !type_of(tensor, part.type)) return false;
+    if (tensor.device_type != device.type || tensor.dtype.lanes != 1 || !type_of(tensor, part.type)) return false;
+    if (device.id == -1) device.id = tensor.device_id;
+    if (tensor.device_id != device.id) return false;
     part.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
     part.ndim = tensor.ndim, part.shape = tensor.shape, part.strides = tensor.strides;
     std::int64_t expected = 1;
@@ -101,11 +119,29 @@ class Packer {
            bucket.data < part.data + bytes(part);
   }
 
-  template <bool is_unpack>
-  static void move(const PackPart& bucket, const std::vector<PackPart>& parts, float scale) {
+  static PackJob job_of(const PackPart& bucket, const std::vector<PackPart>& parts, float scale) {
     PackJob job{};
     job.parts = parts.data(), job.num_parts = parts.size();
     job.bucket = bucket.data, job.type = bucket.type, job.scale = scale;
+    job.begin = 0, job.end = bucket.numel;
+    return job;
+  }
+
+  template <bool is_unpack>
+  static void queue([[maybe_unused]] const PackPart& bucket, [[maybe_unused]] const std::vector<PackPart>& parts,
+                    [[maybe_unused]] float scale, [[maybe_unused]] std::uintptr_t stream) {
+#if defined(PYCOMM_WITH_CUDA)
+    const PackJob job = job_of(bucket, parts, scale);
+    const int error = (is_unpack ? unpack_cuda : pack_cuda)(job, reinterpret_cast<void*>(stream));
+    if (error != 0) throw std::runtime_error(std::string("pack_cuda: CUDA says: ") + cuda_error_string(error));
+#else
+    throw std::runtime_error("pack: this build has no kernels for CUDA");
+#endif
+  }
+
+  template <bool is_unpack>
+  static void move(const PackPart& bucket, const std::vector<PackPart>& parts, float scale) {
+    PackJob job = job_of(bucket, parts, scale);
     const std::size_t bytes = bucket.numel * kPackItemBytes[static_cast<int>(bucket.type)];
     job.is_streamed = bytes >= kStreamedBytes;
     const auto body = [&job](std::size_t begin, std::size_t end) {
@@ -125,12 +161,15 @@ class Packer {
 }  // namespace
 
 void bind_pack(py::module_& m) {
-  py::class_<Packer>(m, "Packer", "Packs lists of torch's CPU tensors. Takes the types torch.Tensor and Parameter.")
+  py::class_<Packer>(m, "Packer", "Packs lists of torch's tensors. Takes the types torch.Tensor and Parameter.")
       .def(py::init<py::object, py::object>(), py::arg("tensor"), py::arg("parameter"))
       .def("pack", &Packer::run<false>, py::arg("bucket"), py::arg("tensors"), py::arg("scale"),
+           py::arg("stream"),
            "Returns -1; or does nothing and returns the position of a tensor that cannot be packed, -2 if the bucket is "
-           "not a flat CPU tensor of float32, float16 or bfloat16, -3 if its length is not that of the tensors.")
-      .def("unpack", &Packer::run<true>, py::arg("bucket"), py::arg("tensors"), py::arg("scale"), "The way back.");
+           "not a flat tensor of float32, float16 or bfloat16, -3 if its length is not that of the tensors. `stream` is "
+           "None for tensors of the CPU.")
+      .def("unpack", &Packer::run<true>, py::arg("bucket"), py::arg("tensors"), py::arg("scale"),
+           py::arg("stream"), "The way back.");
 }
 
 }  // namespace pycomm

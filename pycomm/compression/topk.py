@@ -65,7 +65,8 @@ class TopK(Codec):
         report = self._report(flat, context) if self.tolerance else None
         tolerance = self.tolerance or None
         topk_(indices, values, flat, residual=residual, report=report, tolerance=tolerance)
-        if residual is not None and not values.isfinite().all():
+        # On a GPU, asking costs more than doing it: the answer would have to be waited for.
+        if residual is not None and (residual.is_cuda or not values.isfinite().all()):
             keep_finite(residual)
 
     def decode(self, flat: torch.Tensor, payload: torch.Tensor, context: Context, add: bool = False) -> None:

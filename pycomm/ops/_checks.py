@@ -14,7 +14,7 @@ import torch
 from ..errors import ConfigError, NativeUnavailableError
 from . import native
 
-__all__ = ["check_dense", "check_devices", "current_stream", "kernels", "require_cpu"]
+__all__ = ["check_dense", "check_devices", "current_stream", "kernels"]
 
 
 @cache
@@ -67,11 +67,3 @@ def current_stream(op: str, device: torch.device) -> Iterator[int | None]:
         )
     with torch.cuda.device(device):
         yield torch.cuda.current_stream(device).cuda_stream
-
-
-def require_cpu(op: str, device: torch.device) -> None:
-    """Raises NativeUnavailableError unless ``device`` is the CPU."""
-    if device.type != "cpu":
-        raise NativeUnavailableError(
-            f"{op}: has no kernel for {device.type} tensors yet, on the CPU only; copy the tensors with .cpu() first"
-        )

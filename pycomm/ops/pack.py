@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ._checks import kernels, require_cpu
+from ._checks import current_stream, kernels
 
 __all__ = ["pack_", "pack_reference", "unpack_", "unpack_reference"]
 
@@ -35,8 +35,7 @@ def pack_(bucket: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 
     if torch.compiler.is_compiling():
         torch.ops.pycomm.pack_(bucket, list(tensors), scale)
         return
-    require_cpu("pack", bucket.device)
-    if _packer().pack(bucket, tensors, scale) != -1:
+    if _run("pack", _packer().pack, bucket, tensors, scale) != -1:
         raise _mistake("pack", bucket, tensors)
 
 
@@ -45,14 +44,21 @@ def unpack_(tensors: Sequence[torch.Tensor], bucket: torch.Tensor, scale: float 
     if torch.compiler.is_compiling():
         torch.ops.pycomm.unpack_(list(tensors), bucket, scale)
         return
-    require_cpu("unpack", bucket.device)
-    if _packer().unpack(bucket, tensors, scale) != -1:
+    if _run("unpack", _packer().unpack, bucket, tensors, scale) != -1:
         raise _mistake("unpack", bucket, tensors)
 
 
 @cache
 def _packer() -> Any:
     return kernels().Packer(torch.Tensor, torch.nn.Parameter)
+
+
+def _run(op: str, move: Any, bucket: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> int:
+    """Returns what the core says: -1, or what is wrong."""
+    if bucket.is_cpu:
+        return int(move(bucket, tensors, scale, None))
+    with current_stream(op, bucket.device) as stream:
+        return int(move(bucket, tensors, scale, stream))
 
 
 def _mistake(op: str, bucket: torch.Tensor, tensors: Sequence[torch.Tensor]) -> ConfigError:

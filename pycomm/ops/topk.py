@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ConfigError
-from ._checks import check_dense, check_devices, kernels, require_cpu
+from ._checks import check_dense, check_devices, current_stream, kernels
 
 __all__ = [
     "TopkReport",
@@ -91,22 +91,17 @@ def topk_(
     if tolerance is not None and (report is None or not 0 <= tolerance < 1):
         raise ConfigError(f"topk: a tolerance is at least 0 and below 1 and needs a report, got {tolerance}, {report}")
     workspace = _workspace(workspace, numel, k, flat.device)
-    require_cpu("topk", flat.device)
-    guess = int(report[0]) if tolerance is not None and report is not None else 0
     accepted = k if tolerance is None else math.ceil((1 - tolerance) * k)
     left = 0 if residual is None else residual.data_ptr()
-    done = kernels().topk(
-        indices.data_ptr(),
-        values.data_ptr(),
-        k,
-        flat.data_ptr(),
-        numel,
-        left,
-        workspace.data_ptr(),
-        workspace.numel() * workspace.itemsize,
-        guess,
-        accepted,
-    )
+    places = indices.data_ptr(), values.data_ptr(), k, flat.data_ptr(), numel, left
+    room = workspace.data_ptr(), workspace.numel() * workspace.itemsize
+    with current_stream("topk", flat.device) as stream:
+        if stream is not None:
+            told = 0 if report is None else report.data_ptr()
+            kernels().topk_cuda(*places, *room, told, tolerance is not None, accepted, stream)
+            return
+    guess = int(report[0]) if tolerance is not None and report is not None else 0
+    done = kernels().topk(*places, *room, guess, accepted)
     if report is not None:
         report.copy_(torch.tensor(done, dtype=torch.int32))
 
@@ -142,9 +137,14 @@ def scatter_add_(flat: torch.Tensor, indices: torch.Tensor, values: torch.Tensor
     check_dense("scatter_add", "indices", indices, torch.int32)
     check_dense("scatter_add", "values", values, torch.float32, indices.numel())
     check_devices("scatter_add", flat, indices=indices, values=values)
-    require_cpu("scatter_add", flat.device)
     count = indices.numel()
-    bad = kernels().scatter_add(flat.data_ptr(), flat.numel(), indices.data_ptr(), values.data_ptr(), count, factor)
+    places = flat.data_ptr(), flat.numel(), indices.data_ptr(), values.data_ptr(), count, factor
+    with current_stream("scatter_add", flat.device) as stream:
+        if stream is not None:
+            flag = torch.empty(1, dtype=torch.int32, device=flat.device)
+            kernels().scatter_add_cuda(*places, flag.data_ptr(), stream)
+            return
+    bad = kernels().scatter_add(*places)
     if bad != count:
         raise _bad_index(indices, bad, flat.numel())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # -O1 keeps the build short; no contraction, as in the real build.
 _FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+_CUDA_ON_CPU = ["-x", "c++", f"-I{Path(__file__).with_name('fake_cuda')}", "-Wno-unknown-pragmas"]
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     # It does not know fences; the one that is there orders a store and a load, and publishes no data.
@@ -25,9 +26,10 @@ def builder(folder: Path) -> Build:
     compiler = os.environ.get("CXX", "g++")
 
     def compile_one(source: Path, sanitizer: str) -> Path:
-        output = folder / f"{source.stem}-{sanitizer}.o"
+        output = folder / f"{source.stem}{source.suffix}-{sanitizer}.o"
         if not output.exists():
-            command = [compiler, *_FLAGS, *SANITIZERS[sanitizer], "-c", str(source), "-o", str(output)]
+            language = _CUDA_ON_CPU if source.suffix == ".cu" else []
+            command = [compiler, *_FLAGS, *SANITIZERS[sanitizer], *language, "-c", str(source), "-o", str(output)]
             subprocess.run(command, check=True, timeout=250)
         return output
 

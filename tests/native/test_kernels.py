@@ -36,3 +36,11 @@ def test_codecs_under_the_sanitizers(build: Build) -> None:
     sources = [*sorted(KERNELS.glob("*.cpp")), Path(__file__).with_name("codec_test.cpp")]
     printed = run_program(build("codec_test", "address", sources))
     assert "1000000 damaged payloads, 0 failures" in printed
+
+
+@pytest.mark.timeout(900)
+def test_cuda_kernels_on_a_cpu_give_the_bits_of_the_cpu_kernels(build: Build) -> None:
+    """What fake_cuda/cuda_runtime.h says: it finds mistakes in the logic, not those that only a GPU makes."""
+    kernels = [*sorted(KERNELS.glob("*.cpp")), *sorted((ROOT / "csrc/kernels/cuda").glob("*.cu"))]
+    printed = run_program(build("cuda_test", "address", [*kernels, Path(__file__).with_name("cuda_test.cpp")]))
+    assert " checks, 0 failures" in printed

@@ -13,6 +13,7 @@
 #define PYCOMM_ISA avx2
 #define PYCOMM_VECTOR_BYTES 32
 #include "../common/elements.h"
+#include "../common/pack_elements.h"
 #include "../common/philox.h"
 #include "../common/quantizers.h"
 #include "lanes.h"

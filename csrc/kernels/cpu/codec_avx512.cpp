@@ -13,6 +13,7 @@
 #define PYCOMM_ISA avx512
 #define PYCOMM_VECTOR_BYTES 64
 #include "../common/elements.h"
+#include "../common/pack_elements.h"
 #include "../common/philox.h"
 #include "../common/quantizers.h"
 #include "lanes.h"

@@ -13,6 +13,7 @@
 #define PYCOMM_ISA generic
 #define PYCOMM_VECTOR_BYTES 16
 #include "../common/elements.h"
+#include "../common/pack_elements.h"
 #include "../common/philox.h"
 #include "../common/quantizers.h"
 #include "lanes.h"

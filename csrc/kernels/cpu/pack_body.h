@@ -2,10 +2,6 @@
 
 namespace pycomm::PYCOMM_ISA {
 
-template <PackType type>
-using PackElement = std::conditional_t<type == PackType::kFloat32, Native<float>,
-                                       std::conditional_t<type == PackType::kFloat16, Small<Float16Format>, BFloat16>>;
-
 template <class W, class Element>
 PYCOMM_HD auto read_element(const char* from) {
   if constexpr (kUsesF16C<W, Element>) {

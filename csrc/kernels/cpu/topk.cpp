@@ -7,15 +7,13 @@
 #include "../topk.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
+#include "../common/select.h"
 #include "isa.h"
 
 namespace pycomm {
 namespace {
-
-constexpr std::int32_t kMagnitude = 0x7FFFFFFF;
 
 std::int32_t magnitude_at(const float* values, std::size_t i) {
   std::int32_t bits;
@@ -23,53 +21,30 @@ std::int32_t magnitude_at(const float* values, std::size_t i) {
   return bits & kMagnitude;
 }
 
-struct Threshold {
-  std::int32_t key;   // the rank-th largest magnitude
-  std::size_t above;  // elements that are larger
-};
-
-// The rank-th largest of `count` magnitudes, 1 <= rank <= count.
-Threshold select_rank(const float* values, std::size_t count, std::size_t rank) {
-  struct Digit {
-    int shift, bits;
-  };
-  constexpr Digit kDigits[] = {{20, 11}, {10, 10}, {0, 10}};
-  Threshold found{0, 0};
-  std::int32_t known = 0;  // the bits of the key that are found already
-  for (const Digit digit : kDigits) {
-    std::uint32_t histogram[2][1 << 11] = {};  // two, so that equal neighbours do not wait for each other
-    const std::int32_t mask = (1 << digit.bits) - 1;
+// The rank-th largest of `count` magnitudes, 1 <= rank <= count; `above`: elements that are larger.
+RadixPrefix select_rank(const float* values, std::size_t count, std::size_t rank) {
+  RadixPrefix found{0, 0, 0};
+  for (int round = 0; round < kRadixRounds; ++round) {
+    const RadixDigit digit = radix_digit(round);
+    std::uint32_t histogram[2][kRadixBins] = {};  // two, so that equal neighbours do not wait for each other
     for (std::size_t i = 0; i < count; ++i) {
       const std::int32_t key = magnitude_at(values, i);
-      if ((key & known) == found.key) ++histogram[i & 1][key >> digit.shift & mask];
+      if (found.holds(key)) ++histogram[i & 1][radix_bin(digit, key)];
     }
-    std::int32_t bin = mask;
-    for (; bin > 0; --bin) {
-      const std::size_t here = std::size_t{histogram[0][bin]} + histogram[1][bin];
-      if (found.above + here >= rank) break;
-      found.above += here;
-    }
-    found.key |= bin << digit.shift;
-    known |= mask << digit.shift;
+    found.take(digit, rank, [&](std::int32_t bin) { return std::size_t{histogram[0][bin]} + histogram[1][bin]; });
   }
   return found;
 }
 
 // A magnitude that with near certainty at least k elements reach, but not many more.
 std::int32_t guess_threshold(const float* flat, const float* residual, std::size_t numel, std::size_t k, float* sample) {
-  constexpr std::size_t kLine = 16;
-  const std::size_t wanted = std::min(kTopkSample, std::max<std::size_t>(16 * 1024, numel / 64));
-  const std::size_t stride = std::max<std::size_t>(1, numel / wanted) * kLine;
-  std::size_t count = 0;
-  for (std::size_t i = 0; i + kLine <= numel && count + kLine <= kTopkSample; i += stride) {
-    for (std::size_t j = i; j < i + kLine; ++j) sample[count++] = residual ? flat[j] + residual[j] : flat[j];
+  const SamplePlan plan(numel, k, std::min(kTopkSample, std::max<std::size_t>(16 * 1024, numel / 64)));
+  if (plan.rank == 0) return 0;
+  for (std::size_t i = 0; i < plan.count; ++i) {
+    const std::size_t j = plan.index(i);
+    sample[i] = residual ? flat[j] + residual[j] : flat[j];
   }
-  if (count == 0) return 0;
-  const double hits = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(numel);
-  // Elements of one line are alike, so the deviation is taken as larger than that of independent draws.
-  const double rank = hits + 6 * std::sqrt(hits) + 8;
-  if (rank >= static_cast<double>(count)) return 0;
-  return select_rank(sample, count, static_cast<std::size_t>(rank)).key;
+  return select_rank(sample, plan.count, plan.rank).key;
 }
 
 // Writes those of the candidates that are chosen: above the key, and of the equal ones the first `equal`.
@@ -105,19 +80,20 @@ TopkResult topk(const TopkJob& job) {
     if (!is_given) guess = guess_threshold(pass.flat, pass.residual, job.numel, job.k, sample);
     pass.least = guess;
     const std::size_t found = active_codecs().collect(pass);
-    if (found <= capacity && found >= job.k) {
-      const Threshold exact = select_rank(pass.values, found, job.k);
+    const Verdict verdict = judge_guess(found, job.k, capacity, is_given, job.accepted);
+    if (verdict == Verdict::kAmongThem) {
+      const RadixPrefix exact = select_rank(pass.values, found, job.k);
       write_chosen(job, pass.indices, pass.values, found, exact.key, job.k - exact.above);
       return {exact.key, job.k, true};
     }
-    if (is_given && found < job.k && found >= job.accepted) {
+    if (verdict == Verdict::kAccept) {
       write_chosen(job, pass.indices, pass.values, found, guess, found);
       return {guess, found, false};
     }
     if (job.residual != nullptr) pass.flat = job.residual, pass.residual = nullptr;  // which holds the sum now
     if (!is_given) break;
   }
-  const Threshold exact = select_rank(pass.flat, job.numel, job.k);
+  const RadixPrefix exact = select_rank(pass.flat, job.numel, job.k);
   write_chosen(job, nullptr, pass.flat, job.numel, exact.key, job.k - exact.above);
   return {exact.key, job.k, true};
 }

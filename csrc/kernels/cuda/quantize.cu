@@ -1,18 +1,15 @@
 // The idea: a warp takes a block (8 threads one of 32 elements), each thread four elements, 16 bytes, at a time. It reads
 // the block twice: once for the scale, which the threads agree on by shuffles, once to encode; the second time from the
 // L1 cache. Bytes moved per element: 4 read, kCodeBits / 8 written; with a residual 8 read and 4 more written.
-#include <cuda_runtime.h>
-
-#include <algorithm>
-
 #include "../common/philox.h"
 #include "../common/quantizers.h"
+#include "launch.h"
 #include "quantize.h"
 
 namespace pycomm {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kBlocksPerMultiprocessor = 16;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct Four {
@@ -239,28 +236,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Enough blocks for `threads` threads, at most 16 for each multiprocessor.
-cudaError_t count_blocks(std::size_t threads, unsigned* blocks) {
-  int device = 0, multiprocessors = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-      error != cudaSuccess) {
-    return error;
-  }
-  const std::size_t needed = (threads + kThreads - 1) / kThreads;
-  *blocks = static_cast<unsigned>(std::min<std::size_t>(needed, std::size_t(multiprocessors) * 16));
-  return cudaSuccess;
-}
-
 template <class Job>
 cudaError_t launch(void (*kernel)(Job, PayloadLayout), const Job& job, std::size_t threads, void* stream) {
   unsigned blocks = 0;
-  if (const cudaError_t error = count_blocks(threads, &blocks); error != cudaSuccess) return error;
-  Job copy = job;
-  PayloadLayout layout(job.format, job.numel, job.block_numel);
-  void* arguments[] = {&copy, &layout};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kThreads), arguments, 0,
-                          static_cast<cudaStream_t>(stream));
+  const cudaError_t error = count_blocks(threads, kBlocksPerMultiprocessor, &blocks);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(kernel, blocks, kThreads, stream, job, PayloadLayout(job.format, job.numel, job.block_numel));
 }
 
 template <class Format, bool stochastic, bool has_residual>

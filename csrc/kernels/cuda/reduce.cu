@@ -1,17 +1,13 @@
 // The idea: a thread takes 16 bytes of every input at a time, goes over the inputs in order with the totals in
 // registers, and writes 16 bytes: (num_inputs + 1) * itemsize bytes moved per element, the least there is. The loop
 // strides over the whole grid. Unaligned buffers, and what is left at the end, go element by element.
-#include <cuda_runtime.h>
-
-#include <algorithm>
-
 #include "../common/cases.h"
+#include "launch.h"
 #include "reduce.h"
 
 namespace pycomm {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;
 
 struct Inputs {
@@ -80,34 +76,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-bool is_aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
-
-cudaError_t count_blocks(std::size_t work, unsigned* blocks) {
-  int device = 0, multiprocessors = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-      error != cudaSuccess) {
-    return error;
-  }
-  const std::size_t needed = (work + kThreads - 1) / kThreads;
-  *blocks =
-      static_cast<unsigned>(std::min<std::size_t>(needed, std::size_t(multiprocessors) * kBlocksPerMultiprocessor));
-  return cudaSuccess;
-}
-
 template <class Element, class Op>
-cudaError_t launch(void* output, Inputs& inputs, std::size_t bytes, cudaStream_t stream) {
+cudaError_t launch(void* output, const Inputs& inputs, std::size_t bytes, void* stream) {
   using Storage = typename Element::Storage;
-  std::size_t numel = bytes / sizeof(Storage);
-  bool is_all_aligned = is_aligned(output);
-  for (int j = 0; j < inputs.count; ++j) is_all_aligned = is_all_aligned && is_aligned(inputs.data[j]);
-  std::size_t num_packs = is_all_aligned ? numel / Pack<Storage>::kItems : 0;
+  const std::size_t numel = bytes / sizeof(Storage);
+  bool is_all_aligned = is_aligned16(output);
+  for (int j = 0; j < inputs.count; ++j) is_all_aligned = is_all_aligned && is_aligned16(inputs.data[j]);
+  const std::size_t num_packs = is_all_aligned ? numel / Pack<Storage>::kItems : 0;
   unsigned blocks = 0;
-  const std::size_t work = num_packs != 0 ? num_packs : numel;
-  if (const cudaError_t error = count_blocks(work, &blocks); error != cudaSuccess) return error;
-  void* arguments[] = {&output, &inputs, &numel, &num_packs};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(&reduce_kernel<Element, Op>), dim3(blocks), dim3(kThreads),
-                          arguments, 0, stream);
+  const cudaError_t error = count_blocks(num_packs != 0 ? num_packs : numel, kBlocksPerMultiprocessor, &blocks);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(&reduce_kernel<Element, Op>, blocks, kThreads, stream, output, inputs, numel, num_packs);
 }
 
 }  // namespace
@@ -124,7 +103,7 @@ int reduce_cuda(void* output, const void* const* inputs, int num_inputs, std::si
   }
   const std::size_t bytes = numel * item_bytes(dtype);
   return visit_case(dtype, op, [&](auto element, auto op_type) {
-    return launch<decltype(element), decltype(op_type)>(output, arguments, bytes, static_cast<cudaStream_t>(stream));
+    return launch<decltype(element), decltype(op_type)>(output, arguments, bytes, stream);
   });
 }
 

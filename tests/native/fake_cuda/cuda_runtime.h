@@ -1,0 +1,230 @@
+// Enough of CUDA to run this project's kernels on a CPU, to find mistakes where there is no GPU: blocks one after the
+// other, each thread of a block a fiber of its own, switched at barriers and shuffles only, in an order drawn anew each
+// time, so that a missing barrier shows. It says nothing about speed, nor about what only real hardware does.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  explicit dim3(unsigned x) : x(x) {}
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace fake_cuda {
+
+constexpr int kWarp = 32;
+constexpr std::size_t kStack = 32 * 1024;
+
+struct Index {
+  unsigned x = 0;
+};
+
+// The threads of the block that runs.
+struct Block {
+  ucontext_t scheduler;
+  std::vector<ucontext_t> contexts;
+  std::vector<std::vector<char>> stacks;
+  std::vector<bool> is_done;
+  std::function<void()> body;
+  int current = 0, running = 0;
+  int arrived = 0, generation = 0;                              // of the barrier of the block
+  std::vector<int> warp_arrived, warp_generation, warp_running;  // and of those of the warps
+  std::vector<std::uint64_t> slots;                              // what the lanes show each other
+  std::mt19937 generator{3};
+
+  void yield() { swapcontext(&contexts[current], &scheduler); }
+
+  void wait(int& count, int& passed, const int& members) {
+    const int before = passed;
+    if (++count == members) {
+      count = 0;
+      ++passed;
+      return;
+    }
+    while (passed == before) yield();
+  }
+
+  void end() {
+    is_done[current] = true;
+    --running;
+    --warp_running[current / kWarp];
+    if (arrived != 0 && arrived == running) arrived = 0, ++generation;  // a thread that has returned is not waited for
+    yield();
+  }
+};
+inline Block block;
+inline Index thread_index, block_index, grid_dim;
+
+inline void enter() {
+  block.body();
+  block.end();
+}
+
+inline void run_block(int threads, const std::function<void()>& body) {
+  const int warps = (threads + kWarp - 1) / kWarp;
+  block.contexts.resize(threads);
+  block.stacks.resize(threads, std::vector<char>(kStack));
+  block.is_done.assign(threads, false);
+  block.warp_arrived.assign(warps, 0), block.warp_generation.assign(warps, 0), block.warp_running.assign(warps, 0);
+  block.slots.assign(threads, 0);
+  block.body = body, block.running = threads, block.arrived = block.generation = 0;
+  std::vector<int> order(threads);
+  for (int thread = 0; thread < threads; ++thread) {
+    order[thread] = thread;
+    ++block.warp_running[thread / kWarp];
+    ucontext_t& context = block.contexts[thread];
+    getcontext(&context);
+    context.uc_stack.ss_sp = block.stacks[thread].data();
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = &block.scheduler;
+    makecontext(&context, enter, 0);
+  }
+  while (block.running != 0) {
+    std::shuffle(order.begin(), order.end(), block.generator);
+    for (const int thread : order) {
+      if (block.is_done[thread]) continue;
+      block.current = thread;
+      thread_index.x = static_cast<unsigned>(thread);
+      swapcontext(&block.scheduler, &block.contexts[thread]);
+    }
+  }
+}
+
+inline void sync_warp() {
+  const int warp = block.current / kWarp;
+  block.wait(block.warp_arrived[warp], block.warp_generation[warp], block.warp_running[warp]);
+}
+
+// Shows `value` to the warp and returns that of a lane; out of range, the own one.
+template <class T>
+T exchange(T value, int lane_from, int lane, int width) {
+  static_assert(sizeof(T) <= 8);
+  const int first = block.current - block.current % kWarp;
+  std::memcpy(&block.slots[block.current], &value, sizeof(T));
+  sync_warp();
+  const int base = lane / width * width;
+  T result = value;
+  if (lane_from >= base && lane_from < base + width) std::memcpy(&result, &block.slots[first + lane_from], sizeof(T));
+  sync_warp();
+  return result;
+}
+inline int lane() { return block.current % kWarp; }
+
+}  // namespace fake_cuda
+
+#define threadIdx (fake_cuda::thread_index)
+#define blockIdx (fake_cuda::block_index)
+#define gridDim (fake_cuda::grid_dim)
+
+inline void __syncthreads() {
+  fake_cuda::block.wait(fake_cuda::block.arrived, fake_cuda::block.generation, fake_cuda::block.running);
+}
+inline void __threadfence() {}
+template <class T>
+T __shfl_sync(unsigned, T value, int from, int width = 32) {
+  return fake_cuda::exchange(value, fake_cuda::lane() / width * width + from, fake_cuda::lane(), width);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int step, int width = 32) {
+  return fake_cuda::exchange(value, fake_cuda::lane() - step, fake_cuda::lane(), width);
+}
+template <class T>
+T __shfl_down_sync(unsigned, T value, int step, int width = 32) {
+  return fake_cuda::exchange(value, fake_cuda::lane() + step, fake_cuda::lane(), width);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask, int width = 32) {
+  return fake_cuda::exchange(value, fake_cuda::lane() ^ mask, fake_cuda::lane(), width);
+}
+inline int __any_sync(unsigned, bool holds) {
+  unsigned any = holds;
+  for (int step = 16; step > 0; step /= 2) any |= fake_cuda::exchange(any, fake_cuda::lane() ^ step, fake_cuda::lane(), 32);
+  return static_cast<int>(any);
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <class T>
+T atomicAdd(T* to, T value) {
+  const T before = *to;
+  *to = before + value;
+  return before;
+}
+inline unsigned atomicOr(unsigned* to, unsigned value) {
+  const unsigned before = *to;
+  *to |= value;
+  return before;
+}
+template <class To, class From>
+To reinterpret_bits(From from) {
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+inline int __float_as_int(float value) { return reinterpret_bits<int>(value); }
+inline float __int_as_float(int bits) { return reinterpret_bits<float>(bits); }
+inline unsigned __float_as_uint(float value) { return reinterpret_bits<unsigned>(value); }
+inline float __uint_as_float(unsigned bits) { return reinterpret_bits<float>(bits); }
+using std::max;
+using std::min;
+
+// -- the runtime ---------------------------------------------------------------------------------------------------
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline int fake_multiprocessors = 2;  // few, so that a block has several rounds
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = fake_multiprocessors, cudaSuccess;
+}
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "success" : "invalid value"; }
+inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
+  return std::memset(to, value, bytes), cudaSuccess;
+}
+
+template <class... Parameters, std::size_t... i>
+void fake_call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<i...>) {
+  kernel(*static_cast<std::remove_cv_t<Parameters>*>(arguments[i])...);
+}
+
+template <class... Parameters>
+cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 threads, void** arguments, std::size_t,
+                             cudaStream_t) {
+  fake_cuda::grid_dim.x = grid.x;
+  for (unsigned index = 0; index < grid.x; ++index) {
+    fake_cuda::block_index.x = index;
+    fake_cuda::run_block(static_cast<int>(threads.x),
+                         [&] { fake_call(kernel, arguments, std::index_sequence_for<Parameters...>{}); });
+  }
+  return cudaSuccess;
+}
