@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .engines.ddp import DistributedDataParallel
     from .engines.mesh import Mesh
     from .engines.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+    from .engines.pipeline.pipeline import Pipeline
     from .monitor.integrity import verify
     from .overlap.stream import CommStream
 
@@ -98,6 +99,7 @@ _MODULE_OF = {
         "collectives.work": "Work",
         "engines.ddp": "DistributedDataParallel",
         "engines.mesh": "Mesh",
+        "engines.pipeline.pipeline": "Pipeline",
         "engines.optimizer": "DistributedOptimizer broadcast_optimizer_state broadcast_parameters",
         "monitor.integrity": "verify",
         "overlap.stream": "CommStream",
@@ -123,6 +125,7 @@ __all__ = [
     "NativeUnavailableError",
     "P2POp",
     "PeerLostError",
+    "Pipeline",
     "PlanError",
     "PremulSum",
     "PycommError",

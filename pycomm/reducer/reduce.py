@@ -1,6 +1,7 @@
 """THE path of a gradient over the wire. No other file of the engines communicates gradients.
 
     flat (numel,) on each rank  ->  its mean over the ranks, in place            ``start_mean``
+    tensor on each rank         ->  its sum over the ranks, in place             ``start_sum``
     flat (world_size * numel,)  ->  this rank's shard of the mean                ``start_shard_mean``
 
 The division by the number of ranks happens here (op AVG) and nowhere else. Everything a rank must know to take part
@@ -16,7 +17,7 @@ import torch
 
 import pycomm
 
-__all__ = ["Named", "Waitable", "Wire", "start_mean", "start_shard_mean"]
+__all__ = ["Named", "Waitable", "Wire", "start_mean", "start_shard_mean", "start_sum"]
 
 
 class Waitable(Protocol):
@@ -74,3 +75,11 @@ def start_shard_mean(wire: Wire, shard: torch.Tensor, flat: torch.Tensor, name: 
     average = pycomm.ReduceOp.AVG
     options = {} if wire.compression is None else {"compression": wire.compression, "name": name}
     return pycomm.reduce_scatter_single(shard, flat, average, wire.group, wire.is_async, **options)
+
+
+def start_sum(wire: Wire, tensor: torch.Tensor) -> Waitable | None:
+    """Starts to replace ``tensor`` by its sum over the ranks: the parts of one gradient that arose on several ranks.
+
+    None if that is done on return.
+    """
+    return pycomm.all_reduce(tensor, pycomm.ReduceOp.SUM, wire.group, wire.is_async)

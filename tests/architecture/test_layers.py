@@ -190,6 +190,7 @@ MAY_REDUCE = {
     "reducer/reducer.py": "which parameters have a gradient",
     "reducer/planner.py": "measured times",
     "engines/_buffers.py": "buffers of the model",
+    "engines/pipeline/pipeline.py": "measured times",
 }
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC_NAMES = """
     CheckpointError CollectiveMismatchError CollectiveRecord CollectiveTimeoutError CommStream CompressionReport
     Config ConfigError DistributedDataParallel DistributedOptimizer Group Mesh NON_MEMBER NativeUnavailableError
-    P2POp PeerLostError PlanError PremulSum PycommError ReduceOp TransportError Work __version__ all_gather
+    P2POp PeerLostError Pipeline PlanError PremulSum PycommError ReduceOp TransportError Work __version__ all_gather
     all_gather_into_tensor all_gather_object all_gather_single all_reduce all_reduce_mean all_to_all
     all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list broadcast_optimizer_state
     broadcast_parameters coalescing compression empty explain finalize gather gather_object get_group init irecv

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "OPTIMIZERS", "STEPS", "batches", "loss_of", "make", "relative_error", "train_alone"]
+__all__ = ["LAYERED", "MODELS", "OPTIMIZERS", "STEPS", "batches", "loss_of", "make", "relative_error", "train_alone"]
 
 STEPS = 10
 ROWS = 12  # of a whole batch: 2, 3 and 4 ranks divide it
@@ -50,6 +51,34 @@ def conv() -> nn.Module:
     )
 
 
+class Scores(nn.Module):
+    """The last layer of a GPT in layers; its weight is the embedding's."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 17, bias=False)
+        self.linear.weight = embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).transpose(1, 2)
+
+
+def gpt_layers() -> nn.Module:
+    embedding = nn.Embedding(17, 16)
+    return nn.Sequential(embedding, *(Attention(16) for _ in range(6)), Scores(embedding))
+
+
+def mlp_layers() -> nn.Module:
+    inner = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh()), *inner, nn.Linear(16, 5))
+
+
+def conv_layers() -> nn.Module:
+    inner = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh()) for _ in range(6))
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *inner, nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+
+
+LAYERED: dict[str, Callable[[], nn.Module]] = {"mlp": mlp_layers, "conv": conv_layers, "gpt": gpt_layers}  # of 8 layers
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "conv": conv, "gpt": TinyGPT}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -57,10 +86,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def make(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make(name: str, dtype: torch.dtype = torch.float32, models: dict[str, Any] | None = None) -> nn.Module:
     """Returns the model ``name`` with the same parameters each time."""
     torch.manual_seed(7)
-    return MODELS[name]().to(dtype)
+    return (models or MODELS)[name]().to(dtype)
 
 
 def batches(name: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -81,13 +110,17 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def train_alone(
-    name: str, optimizer_name: str, dtype: torch.dtype = torch.float32, shares: int = 1
+    name: str,
+    optimizer_name: str,
+    dtype: torch.dtype = torch.float32,
+    shares: int = 1,
+    models: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns the state after training in one process; the loss is the mean of those of ``shares`` equal parts.
 
     In parts a BatchNorm has the statistics that the ranks have; what is averaged of them is rank 0's.
     """
-    model = make(name, dtype)
+    model = make(name, dtype, models)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     for inputs, targets in batches(name, dtype):
         optimizer.zero_grad()

@@ -1,0 +1,179 @@
+"""Pipeline x data parallelism: a byte-level GPT on the sources of Python's standard library.
+
+The ranks are a mesh of pp x dp. Along pp each holds some layers; along dp they have the same layers for other batches,
+and average their gradients. Embedding and head share one parameter, though they stand on different ranks.
+
+    pycomm run -n 4 examples/train_gpt_pipeline.py                          2 x 2
+    pycomm run -n 2 examples/train_gpt_pipeline.py --schedule zbv           2 x 1
+    mpirun -n 4 python examples/train_gpt_pipeline.py --plot gpt.png
+    torchrun --nproc-per-node 4 examples/train_gpt_pipeline.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+from torch.nn import functional
+
+import pycomm
+
+LENGTH, WIDTH, HEADS, LAYERS = 64, 96, 4, 6
+HELD_OUT_FILES = 10  # every tenth
+
+
+class Front(nn.Module):
+    """Bytes and their positions to vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``tokens (batch, length)`` to ``(batch, length, width)``."""
+        return self.embedding(tokens) + self.position[: tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """Causal attention and a two-layer network, each after a norm and beside a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x (batch, length, width)`` to the same shape."""
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+def make_layers() -> list[nn.Module]:
+    """Returns the model as layers; the head's weight is the embedding's."""
+    front, head = Front(), nn.Linear(WIDTH, 256, bias=False)
+    head.weight = front.embedding.weight
+    return [front, *(Block() for _ in range(LAYERS)), nn.Sequential(nn.LayerNorm(WIDTH), head)]
+
+
+def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the mean loss of ``scores (batch, length, 256)``, in nats a byte."""
+    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def load_bytes() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the bytes of the library's modules, without its packages: those to learn from, and held-out files'."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [path.read_bytes() for path in paths]
+    held_out = b"".join(texts[::HELD_OUT_FILES])
+    training = b"".join(text for index, text in enumerate(texts) if index % HELD_OUT_FILES)
+    return tuple(torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in (training, held_out))
+
+
+def draw(data: torch.Tensor, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``rows`` random pieces of ``data``: inputs and, one byte later, targets ``(rows, LENGTH)``."""
+    starts = torch.randint(len(data) - LENGTH - 1, (rows,), generator=generator)
+    pieces = torch.stack([data[start : start + LENGTH + 1] for start in starts])
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def train(pipeline: pycomm.Pipeline, data: torch.Tensor, options: argparse.Namespace, turn: int, progress: Progress):
+    """Makes ``options.steps`` steps on pieces that only ranks of data-parallel coordinate ``turn`` see.
+
+    Returns the losses.
+    """
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=options.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps)
+    generator = torch.Generator().manual_seed(options.seed + turn)
+    task = progress.add_task("training", total=options.steps, loss=float("nan"))
+    losses = []
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        losses.append(pipeline.step(*draw(data, options.batch, generator)).item())
+        optimizer.step()
+        schedule.step()
+        progress.update(task, advance=1, loss=losses[-1])
+    return losses
+
+
+def save_picture(losses: list[float], path: str, title: str) -> None:
+    """Saves the loss of each step as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot(losses)
+    axes.set(xlabel="step", ylabel="training loss, nats a byte", title=title)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def main() -> int:
+    """Trains, evaluates and reports; returns 1 if the held-out loss is not below a model of single bytes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=16, help="pieces a step and data-parallel rank (default: 16)")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--pp", type=int, default=2, help="ranks along the pipeline (default: 2)")
+    parser.add_argument("--schedule", default="zero_bubble")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="save the loss curve, for example as gpt.png")
+    options = parser.parse_args()
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+
+    torch.set_num_threads(1)
+    world = pycomm.init()
+    mesh = pycomm.Mesh(pp=options.pp, dp=-1)
+    console = Console(quiet=world.rank != 0)
+    torch.manual_seed(options.seed)
+    training, held_out = load_bytes()
+    pipeline = pycomm.Pipeline(
+        make_layers(),
+        loss_of,
+        options.microbatches,
+        mesh.group("pp"),
+        schedule=options.schedule,
+        data_group=mesh.group("dp"),
+    )
+    console.print(f"{mesh}; {len(training) / 1e6:.1f} MB to learn from, transport {world.transport.name}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
+        losses = train(pipeline, training, options, mesh["dp"], progress)
+
+    generator = torch.Generator().manual_seed(options.seed)
+    rounds = [pipeline.evaluate(*draw(held_out, 64, generator)).item() for _ in range(4)]
+    held_out_loss = sum(rounds) / len(rounds)
+    frequencies = torch.bincount(training, minlength=256).double().clamp(min=1) / len(training)
+    single_bytes = -(frequencies[held_out].log().mean().item())
+    console.print(pycomm.monitor.table("collectives of rank 0"))
+    if options.plot is not None and world.rank == 0:
+        save_picture(losses, options.plot, f"{options.schedule}, {mesh.shape}")
+        console.print(f"loss curve: {options.plot}")
+    assert pipeline.report is not None
+    console.print(f"bubble of rank 0 in the last step: {pipeline.report.bubble:.0%}")
+    console.print(
+        f"held-out loss: {held_out_loss:.3f} nats a byte ({held_out_loss / math.log(2):.2f} bits); by the bytes' "
+        f"frequencies alone: {single_bytes:.3f}"
+    )
+    pycomm.finalize()
+    return 0 if held_out_loss < single_bytes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Pipeline parallelism: every rank holds some stages of the model and goes through its row of a schedule.
+
+    split     the model into stages, by layers, parameters or measured time      (split.py)
+    build     the schedule: which rank does what in which order                  (schedules/)
+    lower     put the messages in, after checking that it comes to its end       (lower.py)
+    run       row by row; a message is received before what needs it             (``Pipeline.step``)
+
+After a step every ``.grad`` of this rank's stages is that of the mean loss over all microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+import pycomm
+
+from ...errors import ConfigError
+from ...reducer.reduce import Wire, start_sum
+from ...reducer.reducer import Reducer
+from .._agreement import check_same_model
+from .._buffers import broadcast_tensors
+from .actions import Action, Kind, Schedule
+from .links import Links
+from .lower import lower
+from .run import Run
+from .schedules import make
+from .simulate import StageTimes
+from .split import split_model
+from .stage import LossFunction, Stage
+
+__all__ = ["Pipeline", "StepReport"]
+
+_FORWARD = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+
+
+class StepReport(NamedTuple):
+    """What a step of this rank took: seconds in all and in computing, and the most activations it held.
+
+    ``action_s`` are the seconds of each action, by its kind and stage, summed over the microbatches.
+    """
+
+    wall_s: float
+    compute_s: float
+    peak_activations: int
+    action_s: dict[tuple[Kind, int], float]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which this rank did not compute."""
+        return 1.0 - self.compute_s / self.wall_s
+
+
+class Pipeline:
+    """Trains ``layers``, cut into stages over the ranks of ``group``, by the schedule ``schedule``.
+
+    Made by every rank with the whole model, equal on all (CollectiveMismatchError tells the first difference); it keeps
+    the stages of its rank and starts from rank 0's parameters. A parameter that is used in several stages stays tied:
+    its gradients are added up over them.
+
+    - ``loss(output, target)``: the mean over a microbatch, a scalar; computed by the rank of the last stage.
+    - ``schedule``: "gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zbv", or a ``Schedule``.
+    - ``split``: "parameters", "time" (needs ``sample``, one microbatch; rank 0 measures), or the layers of each stage.
+    - ``times``: of each stage, for schedules that are built by them; ``measured_times()`` gives them after a step.
+    - ``data_group``: the ranks that hold the same stages for other batches (an axis of a mesh); gradients are the mean
+      over them, with ``compression`` as of ``pycomm.all_reduce``.
+    - ``is_checkpointed``: keep the stages' inputs alone and compute the rest again in the backward pass.
+
+    Raises ConfigError for too few layers or microbatches, PlanError for a schedule that does not come to its end.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[nn.Module],
+        loss: LossFunction,
+        microbatches: int,
+        group: Any = None,
+        *,
+        schedule: str | Schedule = "one_f_one_b",
+        stages_per_rank: int | None = None,
+        split: Literal["parameters", "time"] | Sequence[int] = "parameters",
+        sample: torch.Tensor | None = None,
+        times: Mapping[int, StageTimes] | None = None,
+        is_checkpointed: bool = False,
+        data_group: Any = None,
+        compression: Any = None,
+    ) -> None:
+        self.group = pycomm.get_group(group)
+        whole = nn.Sequential(*layers)
+        check_same_model(list(whole.named_parameters()), self.group, "Pipeline")
+        if isinstance(schedule, str):
+            schedule = make(schedule, self.group.world_size, microbatches, stages_per_rank, times)
+        if schedule.ranks != self.group.world_size:
+            raise ConfigError(
+                f"Pipeline: schedule {schedule.name!r} is for {schedule.ranks} ranks, the group has "
+                f"{self.group.world_size}; build it for as many"
+            )
+        self.schedule = schedule
+        self.lowered = lower(schedule)
+        parts = split_model(whole, schedule.stages, self._cuts(split, whole, schedule.stages, sample), sample)
+        self._first_layer = {stage: sum(len(part) for part in parts[:stage]) for stage in range(len(parts))}
+        self._tied = self._find_tied(parts)
+        own, last = schedule.stages_of(self.group.rank), schedule.stages - 1
+        self.stages = {
+            stage: Stage(stage, parts[stage], loss if stage == last else None, is_checkpointed) for stage in own
+        }
+        first = next(whole.parameters(), torch.empty(0))
+        self._links = Links(self.group, schedule, first.device)
+        self._start_from_rank_0(whole)
+        self.report: StepReport | None = None
+        self._reducer: Reducer | None = None
+        if data_group is not None:
+            self._average_over(pycomm.get_group(data_group), compression)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self, inputs: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs forward and backward of a batch; returns the mean loss, on every rank.
+
+        ``inputs`` are used where the first stage is, ``targets`` where the last one is; others may pass None. The first
+        dimension is divided into equal microbatches. Raises ConfigError if that cannot be.
+        """
+        run = self._run(inputs, targets, self.lowered.rows[self.group.rank])
+        self.report = StepReport(run.wall_s, sum(run.action_s.values()), run.peak, run.action_s)
+        self._add_tied_gradients()
+        if self._reducer is not None:
+            self._reducer.reduce_now()
+        return self._mean_loss()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs the forward passes of ``step`` alone, with the stages in eval mode; returns the mean loss."""
+        was = [stage.module.training for stage in self.stages.values()]
+        for stage in self.stages.values():
+            stage.module.eval()
+        row = [each for each in self.lowered.rows[self.group.rank] if each.kind in _FORWARD]
+        self._run(inputs, targets, row)
+        for stage, is_training in zip(self.stages.values(), was):
+            stage.module.train(is_training)
+        return self._mean_loss()
+
+    def _run(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, row: Sequence[Action]) -> Run:
+        last = self.schedule.stages - 1
+        given = self._microbatches(inputs, "inputs", 0), self._microbatches(targets, "targets", last)
+        run = Run(self.schedule, self.stages, self._links, *given)
+        start_s = time.perf_counter()
+        for action in row:
+            run.perform(action)
+            self._links.advance()
+        self._links.finish()
+        run.wall_s = time.perf_counter() - start_s
+        return run
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this rank's stages, each once, for its optimizer."""
+        yield from (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters of this rank's stages, each once, with their names in the whole model."""
+        seen = set()
+        for index, stage in self.stages.items():
+            for name, parameter in stage.module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    layer, _, rest = name.partition(".")
+                    yield f"{int(layer) + self._first_layer[index]}.{rest}", parameter
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's part of the whole model's state, with the whole model's names."""
+        state = {}
+        for index, stage in self.stages.items():
+            for name, value in stage.module.state_dict().items():
+                layer, _, rest = name.partition(".")
+                state[f"{int(layer) + self._first_layer[index]}.{rest}"] = value
+        return state
+
+    def measured_times(self) -> dict[int, StageTimes]:
+        """Returns what F, I and W of each stage took in the last step, for a microbatch, on all ranks. Collective.
+
+        A stage whose schedule has B counts half of it as I and half as W.
+        """
+        taken = torch.zeros(self.schedule.stages, 3, dtype=torch.float64)
+        assert self.report is not None, "measured_times needs a step before it"
+        for (kind, stage), seconds in self.report.action_s.items():
+            each = seconds / self.schedule.microbatches
+            shares = {Kind.F: (1, 0, 0), Kind.B: (0, 0.5, 0.5), Kind.I: (0, 1, 0), Kind.W: (0, 0, 1)}[kind]
+            taken[stage] += each * torch.tensor(shares, dtype=torch.float64)
+        pycomm.all_reduce(taken, group=self.group)
+        return {stage: StageTimes(*row) for stage, row in enumerate(taken.tolist())}
+
+    # -- the parts --------------------------------------------------------------------------------------------------
+
+    def _microbatches(self, batch: torch.Tensor | None, what: str, stage: int) -> Sequence[torch.Tensor]:
+        if stage not in self.stages:
+            return ()
+        number = self.schedule.microbatches
+        if batch is None or batch.dim() == 0 or len(batch) % number or len(batch) == 0:
+            got = "None" if batch is None else f"shape {tuple(batch.shape)}"
+            raise ConfigError(
+                f"Pipeline.step: {what}: rank {self.group.rank} holds stage {stage} and expected a batch that {number} "
+                f"microbatches divide, got {got}"
+            )
+        return batch.chunk(number)
+
+    def _cuts(
+        self, split: Any, whole: nn.Sequential, stages: int, sample: torch.Tensor | None
+    ) -> Literal["parameters"] | Sequence[int]:
+        """Returns cuts that are the same on all ranks: of measured ones, rank 0's."""
+        if split != "time":
+            return split  # type: ignore[no-any-return]  # checked by split_model
+        cuts = torch.tensor([len(part) for part in split_model(whole, stages, "time", sample)])
+        pycomm.broadcast(cuts, group=self.group, group_src=0)
+        return list(cuts.tolist())
+
+    def _start_from_rank_0(self, whole: nn.Sequential) -> None:
+        with torch.no_grad():
+            broadcast_tensors([*whole.parameters(), *whole.buffers()], self.group)
+
+    def _average_over(self, group: pycomm.Group, compression: Any) -> None:
+        """Takes the parameters of the first rank of ``group``, and averages gradients over it from now on."""
+        named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        check_same_model(named, group, "Pipeline, data_group")
+        broadcast_tensors([*self.state_dict().values()], group)
+        self._reducer = Reducer(named, Wire.of(group, compression, overlap=False), finds_unused=True)
+        self._reducer.is_enabled = False  # a backward pass is one microbatch's; they add up until reduce_now
+
+    def _find_tied(self, parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, pycomm.Group | None]]:
+        """Returns the parameters that several ranks hold, with the group of these ranks; called by all ranks."""
+        holders: dict[int, set[int]] = {}
+        by_id = {}
+        for stage, part in enumerate(parts):
+            for parameter in part.parameters():
+                holders.setdefault(id(parameter), set()).add(self.schedule.placement[stage])
+                by_id[id(parameter)] = parameter
+        tied = []
+        for key, ranks in holders.items():
+            if len(ranks) > 1:
+                found = pycomm.split(0 if self.group.rank in ranks else None, group=self.group)
+                tied.append((by_id[key], found if isinstance(found, pycomm.Group) else None))
+        return tied
+
+    def _add_tied_gradients(self) -> None:
+        for parameter, group in self._tied:
+            if group is not None:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                start_sum(Wire(group, is_async=False), parameter.grad)
+
+    def _mean_loss(self) -> torch.Tensor:
+        last = self.schedule.stages - 1
+        total = torch.zeros((), dtype=torch.float32)
+        if last in self.stages:
+            losses = self.stages[last].losses
+            total = torch.stack(losses).sum().float()
+            losses.clear()
+        pycomm.broadcast(total, group=self.group, group_src=self.schedule.placement[last])
+        return total

@@ -1,0 +1,97 @@
+"""Where a model is cut into stages: by a list of modules, by parameters, or by measured time.
+
+All give an ``nn.Sequential`` a stage, of consecutive layers of an ``nn.Sequential`` model (or a list of modules).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+
+__all__ = ["balance", "layer_times_s", "split_model"]
+
+_SAMPLES = 3
+
+
+def split_model(
+    layers: nn.Sequential | Sequence[nn.Module],
+    stages: int,
+    by: Literal["parameters", "time"] | Sequence[int] = "parameters",
+    sample: torch.Tensor | None = None,
+) -> list[nn.Sequential]:
+    """Returns ``stages`` modules that together are ``layers``.
+
+    ``by`` says what the cuts balance: the number of parameters, the time of forward and backward on ``sample`` (one
+    microbatch; every rank must cut alike, so let one measure and pass the cuts), or a list: the number of layers of
+    each stage. Raises ConfigError.
+    """
+    layers = list(layers)
+    if not isinstance(by, str):
+        if len(by) != stages or sum(by) != len(layers) or min(by) < 1:
+            raise ConfigError(
+                f"split_model: expected {stages} numbers of layers >= 1 that sum to {len(layers)}, got {list(by)}"
+            )
+        numbers = list(by)
+    elif by == "time":
+        if sample is None:
+            raise ConfigError("split_model: by='time' needs sample=, one microbatch of the model's input")
+        numbers = balance(layer_times_s(layers, sample), stages)
+    elif by == "parameters":
+        numbers = balance([float(sum(p.numel() for p in layer.parameters())) for layer in layers], stages)
+    else:
+        raise ConfigError(f"split_model: by: expected 'parameters', 'time' or numbers of layers, got {by!r}")
+    cuts = [sum(numbers[:stage]) for stage in range(stages + 1)]
+    return [nn.Sequential(*layers[first:last]) for first, last in zip(cuts, cuts[1:])]
+
+
+def balance(costs: Sequence[float], stages: int) -> list[int]:
+    """Returns how many consecutive entries each stage gets, at least one, so that the dearest stage is cheapest.
+
+    Exact, by dynamic programming over (entries, stages). Raises ConfigError if there are fewer entries than stages.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ConfigError(
+            f"a model of {len(costs)} layers cannot be cut into {stages} stages; use fewer ranks or stages"
+        )
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best = {0: (0.0, [0])}  # entries taken -> the dearest stage so far, and the cuts
+    for stage in range(1, stages + 1):
+        following = {}
+        for last in range(stage, len(costs) - (stages - stage) + 1):
+            options = [
+                (max(dearest, sums[last] - sums[first]), [*cuts, last])
+                for first, (dearest, cuts) in best.items()
+                if first < last
+            ]
+            following[last] = min(options)
+        best = following
+    cuts = best[len(costs)][1]
+    return [last - first for first, last in zip(cuts, cuts[1:])]
+
+
+def layer_times_s(layers: Sequence[nn.Module], sample: torch.Tensor) -> list[float]:
+    """Returns the seconds of forward and backward of each layer, medians, on what reaches it of ``sample``."""
+    times = []
+    inputs = sample
+    for layer in layers:
+        taken = []
+        for _ in range(_SAMPLES):
+            start_s = time.perf_counter()
+            given = inputs.detach().requires_grad_(inputs.is_floating_point())
+            output = layer(given)
+            wanted = [*(p for p in layer.parameters() if p.requires_grad), *([given] if given.requires_grad else [])]
+            if wanted:
+                torch.autograd.grad(output.sum(), wanted, allow_unused=True)
+            taken.append(time.perf_counter() - start_s)
+        times.append(median(taken))
+        inputs = output.detach()
+    return times

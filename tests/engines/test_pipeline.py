@@ -1,0 +1,117 @@
+"""A pipeline on n ranks equals one process on the whole batch, for every schedule; one job a world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pycomm
+from engines.cases import LAYERED, OPTIMIZERS, batches, make, relative_error, train_alone
+from harness import run_ranks
+from pycomm.engines.pipeline.schedules import SCHEDULES
+from pycomm.engines.pipeline.simulate import simulate
+
+MICROBATCHES = {2: 4, 3: 6, 4: 4}  # they divide the 12 rows, and the ranks divide them
+BOUND = {torch.float32: 2e-4, torch.bfloat16: 0.1}
+
+
+def loss_of_scores(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.float(), targets)
+
+
+def train(
+    name: str, optimizer_name: str, dtype: torch.dtype = torch.float32, mesh: Any = None, **options: Any
+) -> pycomm.Pipeline:
+    """Trains and returns this rank's pipeline; with a ``mesh``, on this coordinate's rows of axis dp."""
+    model = make(name, dtype, LAYERED)
+    with torch.no_grad():
+        next(model.parameters()).add_(pycomm.rank())  # all start from rank 0's
+    group = None
+    if mesh is not None:
+        group, options["data_group"] = mesh.group("pp"), mesh.group("dp")
+    pipeline = pycomm.Pipeline(model, loss_of_scores, options.pop("microbatches"), group, **options)
+    optimizer = OPTIMIZERS[optimizer_name](list(pipeline.parameters()))
+    for inputs, targets in batches(name, dtype):
+        if mesh is not None:
+            inputs, targets = (each.chunk(mesh.shape["dp"])[mesh["dp"]] for each in (inputs, targets))
+        optimizer.zero_grad()
+        pipeline.step(inputs, targets)
+        optimizer.step()
+    return pipeline
+
+
+def error_of(pipeline: pycomm.Pipeline, expected: dict[str, torch.Tensor]) -> float:
+    own = dict(pipeline.named_parameters())
+    return relative_error(own, {name: expected[name] for name in own})
+
+
+def equality_job(rank: int) -> dict[str, float]:
+    number = MICROBATCHES[pycomm.world_size()]
+    alone = {name: train_alone(name, "sgd", shares=number, models=LAYERED) for name in LAYERED}
+    errors = {}
+    for schedule in SCHEDULES.names():
+        pipeline = train("gpt", "sgd", schedule=schedule, microbatches=number)
+        errors[f"gpt sgd {schedule}"] = error_of(pipeline, alone["gpt"]) / BOUND[torch.float32]
+        assert pipeline.report is not None
+        held = simulate(pipeline.schedule).peak_activations[rank]
+        assert pipeline.report.peak_activations == held, schedule
+        assert 0 <= pipeline.report.bubble < 1
+    pipeline = train("conv", "sgd", schedule="zero_bubble", microbatches=number)
+    errors["conv sgd"] = error_of(pipeline, alone["conv"]) / BOUND[torch.float32]
+    for dtype, schedule in ((torch.float32, "zbv"), (torch.bfloat16, "one_f_one_b")):
+        expected = train_alone("mlp", "adamw", dtype, models=LAYERED)
+        pipeline = train("mlp", "adamw", dtype, schedule=schedule, microbatches=number, is_checkpointed=True)
+        errors[f"mlp adamw {dtype}"] = error_of(pipeline, expected) / BOUND[dtype]
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_equals_one_process(world_size: int) -> None:
+    for errors in run_ranks(world_size, equality_job, timeout_s=100):
+        assert {what: error for what, error in errors.items() if not error <= 1} == {}
+
+
+def mesh_job(rank: int) -> float:
+    """Pipeline x data parallel, tied weights over both ends of the pipeline."""
+    mesh = pycomm.Mesh(pp=2, dp=2)
+    pipeline = train("gpt", "sgd", mesh=mesh, microbatches=3)
+    return error_of(pipeline, train_alone("gpt", "sgd", models=LAYERED)) / BOUND[torch.float32]
+
+
+def test_with_data_parallelism() -> None:
+    assert max(run_ranks(4, mesh_job)) <= 1
+
+
+def other_job(rank: int) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    sample = torch.randn(2, 4)
+    pipeline = pycomm.Pipeline(layers, functional.mse_loss, 2, split="time", sample=sample)
+    assert sum(len(stage.module) for stage in pipeline.stages.values()) in (1, 2, 3)
+    inputs, targets = torch.ones(4, 4), torch.zeros(4, 4)
+    loss = pipeline.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+    everyone = torch.empty(2)
+    pycomm.all_gather_single(everyone, loss.view(1))
+    assert everyone[0] == everyone[1]
+    assert pipeline.evaluate(inputs, targets) == loss
+    times = pipeline.measured_times()
+    assert sorted(times) == [0, 1] and all(each.forward_s > 0 for each in times.values())
+    pycomm.Pipeline(layers, functional.mse_loss, 4, schedule="zero_bubble", times=times).step(inputs, targets)
+    assert list(pipeline.state_dict()) == [name for name, _ in pipeline.named_parameters()]
+    with pytest.raises(pycomm.ConfigError, match="microbatches divide"):
+        pipeline.step(torch.ones(3, 4), torch.zeros(3, 4))
+    with pytest.raises(pycomm.ConfigError, match="cannot be cut into 2 stages"):
+        pycomm.Pipeline(layers[:1], functional.mse_loss, 2)
+    with pytest.raises(pycomm.ConfigError, match="needs at least 2 microbatches"):
+        pycomm.Pipeline(layers, functional.mse_loss, 1, schedule="interleaved_one_f_one_b")
+    with pytest.raises(pycomm.ConfigError, match="unknown pipeline schedule"):
+        pycomm.Pipeline(layers, functional.mse_loss, 1, schedule="one")
+    with pytest.raises(pycomm.CollectiveMismatchError, match=r"ranks \[1\] have '0.weight"):
+        pycomm.Pipeline([nn.Linear(4 + rank, 4), nn.Linear(4, 4)], functional.mse_loss, 2)
+
+
+def test_splitting_times_and_mistakes() -> None:
+    run_ranks(2, other_job)

@@ -1,0 +1,113 @@
+"""Schedules are data: each is valid for every size, and has the bubble and the activations that its file states."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import xml.etree.ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycomm.engines.pipeline.actions import Action, Kind
+from pycomm.engines.pipeline.draw import to_svg, to_text
+from pycomm.engines.pipeline.lower import lower, validate
+from pycomm.engines.pipeline.schedules import SCHEDULES, make
+from pycomm.engines.pipeline.simulate import StageTimes, simulate
+from pycomm.engines.pipeline.split import balance, split_model
+from pycomm.errors import ConfigError, PlanError
+
+SIZES = [(ranks, ranks * turns) for ranks in (1, 2, 3, 4, 6) for turns in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_every_schedule_is_valid_and_lowers_to_matching_messages(name: str) -> None:
+    for ranks, microbatches in SIZES:
+        schedule = lower(make(name, ranks, microbatches))
+        actions = list(itertools.chain(*schedule.rows))
+        for sent, received, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
+            out = sorted((a.stage + step, a.microbatch) for a in actions if a.kind is sent)
+            assert out == sorted((a.stage, a.microbatch) for a in actions if a.kind is received)
+
+
+def test_stated_bubbles_and_activations() -> None:
+    for p, m in SIZES:
+        if m < 2 * p:
+            continue
+        plain, first = simulate(make("gpipe", p, m)), simulate(make("one_f_one_b", p, m))
+        assert plain.bubble == pytest.approx((p - 1) / (m + p - 1)) == pytest.approx(first.bubble)
+        assert plain.peak_activations == (m,) * p
+        assert first.peak_activations == tuple(p - rank for rank in range(p))
+        between = simulate(make("interleaved_one_f_one_b", p, m, 2))
+        assert between.bubble == pytest.approx((p - 1) / (2 * m + p - 1))
+        assert max(between.peak_activations) <= (p - 1) * 2 + p + 1
+        zero = simulate(make("zero_bubble", p, m))
+        assert zero.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
+        assert zero.peak_activations == (p,) * p
+        v = simulate(make("zbv", p, m))
+        assert max(v.peak_activations) <= 2 * p and v.bubble < zero.bubble + 1e-9
+
+
+@given(st.lists(st.tuples(*[st.floats(0.5, 2.0)] * 3), min_size=4, max_size=4))
+def test_measured_times_never_make_it_slower(times) -> None:
+    by_stage = {stage: StageTimes(*each) for stage, each in enumerate(times)}
+    measured = simulate(make("zero_bubble", 4, 8, times=by_stage), by_stage)
+    assert measured.total_s <= simulate(make("zero_bubble", 4, 8), by_stage).total_s + 1e-9
+    assert measured.total_s <= simulate(make("one_f_one_b", 4, 8), by_stage).total_s * 1.2
+    assert max(measured.peak_activations) <= 4
+
+
+def test_bad_schedules_are_told_with_row_and_action() -> None:
+    good = make("gpipe", 2, 2)
+    first, second = good.rows
+    for rows, words in (
+        ((first[1:], second), "stage 0 has B of microbatch 0"),
+        ((first + first[:1], second), "rank 0, action 4 .*twice"),
+        ((second, first), "rank 0, action 0 .*on rank 1"),
+        ((first[::-1], second), "comes to a stand: rank 0 at B0.1"),
+        ((first + (Action(Kind.F, 5, 0),), second), "stage below 2"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            validate(dataclasses.replace(good, rows=rows))
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        make("interleaved_one_f_one_b", 4, 6)
+    with pytest.raises(ConfigError, match="has 1 stage"):
+        make("zero_bubble", 4, 8, 2)
+
+
+def test_drawings() -> None:
+    schedule = make("zbv", 3, 4)
+    simulation = simulate(schedule, transfer_s=0.5)
+    assert to_text(schedule, simulation).splitlines()[0].startswith("rank 0: F0")
+    picture = xml.etree.ElementTree.fromstring(to_svg(schedule, simulation))
+    assert len(picture.findall("{*}rect")) == 1 + sum(map(len, schedule.rows))
+    assert str(schedule).startswith("rank 0: F0.0")
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 8))
+def test_balance_is_optimal(costs, stages) -> None:
+    if stages > len(costs):
+        with pytest.raises(ConfigError):
+            balance(costs, stages)
+        return
+    numbers = balance(costs, stages)
+    assert sum(numbers) == len(costs) and min(numbers) >= 1
+
+    def dearest(cuts) -> int:
+        edges = [0, *cuts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
+
+    best = min(dearest(cuts) for cuts in itertools.combinations(range(1, len(costs)), stages - 1))
+    assert dearest(list(itertools.accumulate(numbers))[:-1]) == best
+
+
+def test_split_by_list() -> None:
+    import torch
+
+    layers = [torch.nn.Identity() for _ in range(5)]
+    assert [len(part) for part in split_model(layers, 2, [4, 1])] == [4, 1]
+    with pytest.raises(ConfigError, match="sum to 5"):
+        split_model(layers, 2, [4, 2])
+    with pytest.raises(ConfigError, match="sample="):
+        split_model(layers, 2, "time")
