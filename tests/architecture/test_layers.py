@@ -183,7 +183,7 @@ def test_nothing_but_the_object_verbs_unpickles() -> None:
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 ENGINES = ("engines", "reducer")
-OPEN_TO_ENGINES = {"pycomm", "ops", "overlap", "errors", "types", "sizes", "topology", *ENGINES}
+OPEN_TO_ENGINES = {"pycomm", "ops", "overlap", "errors", "types", "sizes", "topology", "registry", *ENGINES}
 # Activations and scalars: partial sums of a layer, norms, flags, times. Gradients of parameters: reduce.py alone.
 MAY_REDUCE = {
     "reducer/reduce.py": "all of them",
