@@ -191,6 +191,8 @@ MAY_REDUCE = {
     "reducer/planner.py": "measured times",
     "engines/_buffers.py": "buffers of the model",
     "engines/pipeline/pipeline.py": "measured times",
+    "engines/tensor/functions.py": "activations, and their gradients",
+    "engines/tensor/loss.py": "what a softmax sums up",
 }
 
 

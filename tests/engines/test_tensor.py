@@ -1,0 +1,179 @@
+"""Layers cut over the ranks equal the ordinary ones: outputs, gradients, and ten steps of training."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pycomm
+from harness import run_ranks
+from pycomm.engines.tensor import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    SequenceParallelLayerNorm,
+    TensorParallelAttention,
+    TensorParallelMLP,
+    VocabParallelEmbedding,
+    cut_same,
+    parallelize,
+)
+
+WIDTH, HEADS, HIDDEN, VOCABULARY, LENGTH = 24, 12, 48, 36, 12  # 2, 3 and 4 ranks divide them all
+
+
+class Attention(nn.Module):
+    """What TensorParallelAttention is a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    """One layer, ordinary or cut; with a cut sequence the residual stream and the norms are cut along it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.is_cut, self.is_sequence_cut = kind != "ordinary", kind == "sequence"
+        options = {"is_sequence_parallel": self.is_sequence_cut}
+        self.embedding = VocabParallelEmbedding(VOCABULARY, WIDTH) if self.is_cut else nn.Embedding(VOCABULARY, WIDTH)
+        norm = SequenceParallelLayerNorm if self.is_sequence_cut else nn.LayerNorm
+        self.norm1, self.norm2 = norm(WIDTH), norm(WIDTH)
+        self.attention = TensorParallelAttention(WIDTH, HEADS, **options) if self.is_cut else Attention()
+        self.mlp = TensorParallelMLP(WIDTH, HIDDEN, **options) if self.is_cut else MLP()
+        head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = ColumnParallelLinear.of(head, **options) if self.is_cut else head
+        self.loss = ParallelCrossEntropy() if self.is_cut else None
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.is_sequence_cut:
+            x = cut_same(x, pycomm.get_group(), 1)
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        scores = self.head(x)
+        if self.loss is not None:
+            return self.loss(scores, targets)
+        return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def part_of(name: str, whole: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a parameter of the ordinary GPT."""
+    n, r = pycomm.world_size(), pycomm.rank()
+    if name.startswith(("attention.qkv", "mlp.up", "embedding", "head")):
+        blocks = 3 if "qkv" in name else 1
+        return torch.cat([block.chunk(n)[r] for block in whole.chunk(blocks)])
+    if name in ("attention.out.weight", "mlp.down.weight"):
+        return whole.chunk(n, 1)[r]
+    return whole
+
+
+def equality_job(rank: int) -> None:
+    for kind in ("cut", "sequence"):
+        alone, cut = GPT("ordinary"), GPT(kind)
+        ordinary = dict(alone.named_parameters())
+        for name, parameter in cut.named_parameters():  # the same seed is the same layer
+            assert torch.equal(parameter, part_of(name, ordinary[name])), name
+        # The gradient of k's bias is zero but for rounding, which a small eps would make as large as any other.
+        make = partial(torch.optim.AdamW, eps=1e-3) if kind == "cut" else torch.optim.SGD
+        optimizers = [make(model.parameters(), lr=1e-2) for model in (alone, cut)]
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(10):
+            tokens = torch.randint(VOCABULARY, (3, LENGTH + 1), generator=draw)
+            losses = []
+            for model, optimizer in zip((alone, cut), optimizers):
+                optimizer.zero_grad()
+                losses.append(model(tokens[:, :-1], tokens[:, 1:]))
+                losses[-1].backward()
+            torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+            for name, parameter in cut.named_parameters():
+                expected = part_of(name, ordinary[name].grad)
+                torch.testing.assert_close(parameter.grad, expected, rtol=1e-3, atol=2e-5)
+            for optimizer in optimizers:
+                optimizer.step()
+        for name, parameter in cut.named_parameters():
+            torch.testing.assert_close(parameter, part_of(name, ordinary[name]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_equals_the_ordinary_layers(world_size: int) -> None:
+    run_ranks(world_size, equality_job)
+
+
+def other_job(rank: int) -> None:
+    torch.manual_seed(2)
+    attention, mlp, x = Attention(), MLP(), torch.randn(2, LENGTH, WIDTH)
+    gathered, bare = nn.Linear(WIDTH, 8), nn.Linear(8, 4)
+    model = nn.ModuleDict({"attention": attention, "mlp": mlp, "gathered": gathered, "bare": bare})
+    expected = [attention(x), mlp(x), bare(gathered(x))]
+    torch.manual_seed(2)
+    plan = {"attention.qkv": "qkv", "*.out": "row", "mlp.up": "column", "mlp.down": "row"}
+    parallelize(model, {**plan, "gathered": "column, gathered"})
+    attention.forward = lambda y: local_attention(attention, y)
+    for output, each in zip((attention(x), mlp(x), model["bare"](model["gathered"](x))), expected):
+        torch.testing.assert_close(output, each, rtol=1e-4, atol=1e-5)
+    for bad, words in (
+        ({"none.*": "row"}, "names no module"),
+        ({"bare": "diagonal"}, "expected one of column"),
+        ({"bare": "vocabulary"}, "is a Linear"),
+    ):
+        with pytest.raises(pycomm.ConfigError, match=words):
+            parallelize(model, bad)
+    with pytest.raises(pycomm.ConfigError, match="cannot cut 7 inputs"):
+        RowParallelLinear(7, 4)
+    with pytest.raises(pycomm.ConfigError, match="multiple of the 2 ranks"):
+        TensorParallelAttention(9, 3)
+    with pytest.raises(pycomm.ConfigError, match="padding_idx"):
+        VocabParallelEmbedding.of(nn.Embedding(4, 4, padding_idx=0))
+
+
+def local_attention(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+    """The forward function of a converted attention: with this rank's heads."""
+    projected = attention.qkv(x)
+    q, k, v = projected.view(*x.shape[:2], 3, HEADS // 2, -1).permute(2, 0, 3, 1, 4)
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attention.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+def test_conversion_and_mistakes() -> None:
+    run_ranks(2, other_job)
+
+
+def mesh_job(rank: int) -> None:
+    """Tensor x data parallelism: gradients of the parts are averaged along dp."""
+    mesh = pycomm.Mesh(dp=2, tp=2)
+    torch.manual_seed(4)
+    alone = MLP()
+    torch.manual_seed(4)
+    cut = TensorParallelMLP(WIDTH, HIDDEN, mesh.group("tp"))
+    ddp = pycomm.DistributedDataParallel(cut, mesh.group("dp"))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(6))
+    alone(x).square().mean().backward()
+    ddp(x.chunk(2)[mesh["dp"]]).square().mean().backward()
+    expected = alone.up.weight.grad.chunk(2)[mesh["tp"]]
+    torch.testing.assert_close(cut.up.weight.grad, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(cut.down.bias.grad, alone.down.bias.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_with_data_parallelism() -> None:
+    run_ranks(4, mesh_job)
