@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ RANKS = 4
 
 
 class Pycomm:
-    """pycomm, on shared memory if not said otherwise. No timeout ends its waits but its own, of ten minutes."""
+    """pycomm, on shared memory. No timeout ends its waits but its own, of ten minutes."""
 
     errors: tuple[type[BaseException], ...] = (pycomm.PeerLostError,)
 
-    def __init__(self, rank: int, folder: str, _timeout_s: float = 0.0, transport: str = "shm") -> None:
+    def __init__(self, rank: int, folder: str, _timeout_s: float = 0.0) -> None:
         self.rank = rank
         store = dist.FileStore(f"{folder}/meeting", RANKS)
-        pycomm.init(transport, rank=rank, world_size=RANKS, store=store)
+        pycomm.init("shm", rank=rank, world_size=RANKS, store=store)
         self.group: Any = None
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = pycomm.ReduceOp.SUM) -> None:
@@ -63,6 +62,5 @@ class Gloo:
 
 LIBRARIES: dict[str, Callable[..., Any]] = {
     "pycomm": Pycomm,
-    "pycomm on gloo": partial(Pycomm, transport="torch"),
     "gloo": Gloo,
 }

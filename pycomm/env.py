@@ -48,6 +48,13 @@ _TABLE = (
         meaning="transport of init(transport='auto'): a registered name, or auto (shm on one host, else mixed)",
     ),
     Variable(
+        name="PYCOMM_STORE",
+        parse=_text,
+        default="",
+        meaning="set by `pycomm run`: MASTER_ADDR:MASTER_PORT=PATH, the file in which ranks meet that are told to meet "
+        "there",
+    ),
+    Variable(
         name="PYCOMM_TIMEOUT_S",
         parse=float,
         default=600.0,

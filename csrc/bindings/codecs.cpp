@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "gil.h"
 #include "pool.h"
 
 #if defined(PYCOMM_WITH_CUDA)
@@ -75,7 +76,7 @@ DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std::uintpt
 // Runs `kernel` on parts of the job's blocks, in the caller's threads.
 template <class Job>
 void run_on_cpu(void (*kernel)(const Job&), const Job& job) {
-  py::gil_scoped_release release;
+  const WithoutGil released;
   const std::size_t blocks = PayloadLayout(job.format, job.numel, job.block_numel).num_blocks;
   run_in_pool(blocks, job.block_numel, [kernel, &job](std::size_t first, std::size_t last) {
     Job part = job;
@@ -134,7 +135,7 @@ py::tuple topk_on_cpu(std::uintptr_t indices, std::uintptr_t values, std::size_t
       topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes, guess, accepted);
   TopkResult result;
   {
-    py::gil_scoped_release release;
+    const WithoutGil released;
     result = topk(job);
   }
   return py::make_tuple(result.threshold, result.selected, result.is_exact);
@@ -142,7 +143,7 @@ py::tuple topk_on_cpu(std::uintptr_t indices, std::uintptr_t values, std::size_t
 
 std::size_t scatter_add_on_cpu(std::uintptr_t flat, std::size_t numel, std::uintptr_t indices, std::uintptr_t values,
                                std::size_t count, float factor) {
-  py::gil_scoped_release release;
+  const WithoutGil released;
   const auto* const places = reinterpret_cast<const std::int32_t*>(indices);
   const std::size_t bad = find_bad_index(places, count, numel);
   if (bad == count) {

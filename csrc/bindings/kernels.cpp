@@ -1,5 +1,6 @@
 // pycomm._native: the reduction kernels over addresses, element counts and the codes of pycomm/types.py.
 #include "../kernels/reduce.h"
+#include "gil.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -51,7 +52,7 @@ const void* const* pointers(const Addresses& addresses) {
 void reduce_on_cpu(std::uintptr_t output, const Addresses& inputs, std::size_t numel, int dtype, int op,
                    const Factors& factors, bool stream_output) {
   check(output, inputs, numel, dtype, op, factors);
-  py::gil_scoped_release release;
+  const WithoutGil released;
   reduce(reinterpret_cast<void*>(output), pointers(inputs), static_cast<int>(inputs.size()), numel,
          static_cast<DType>(dtype), static_cast<ReduceOp>(op), factors ? factors->data() : nullptr, stream_output);
 }
@@ -66,7 +67,7 @@ void reduce_on_cuda(std::uintptr_t output, const Addresses& inputs, std::size_t 
   }
   int error = 0;
   {
-    py::gil_scoped_release release;
+    const WithoutGil released;
     error = reduce_cuda(reinterpret_cast<void*>(output), pointers(inputs), static_cast<int>(inputs.size()), numel,
                         static_cast<DType>(dtype), static_cast<ReduceOp>(op), factors ? factors->data() : nullptr,
                         reinterpret_cast<void*>(stream));

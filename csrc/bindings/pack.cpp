@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dlpack_abi.h"
+#include "gil.h"
 #include "pool.h"
 
 #if defined(PYCOMM_WITH_CUDA)
@@ -150,7 +151,7 @@ class Packer {
       is_unpack ? unpack(range) : pack(range);
     };
     if (bytes < kLongBytes) return body(0, bucket.numel);
-    py::gil_scoped_release release;
+    const WithoutGil released;
     run_in_pool(bucket.numel, 1, body);
   }
 

@@ -8,6 +8,7 @@
 #include "../shm/group.h"
 #include "../shm/mailbox.h"
 #include "../shm/process.h"
+#include "gil.h"
 #include "shm_errors.h"
 #include "shm_fast.h"
 
@@ -52,7 +53,7 @@ struct Block {
   ~Block() { heaps->free(data); }
 };
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
+using NoGil = py::call_guard<WithoutGil>;
 
 void bind_group(py::module_& m) {
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "The ranks of one group on this host. Addresses are those of flat CPU buffers.")

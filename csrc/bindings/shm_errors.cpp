@@ -6,6 +6,7 @@
 #include <new>
 
 #include "../shm/errors.h"
+#include "gil.h"
 
 namespace pycomm {
 namespace {
@@ -58,7 +59,7 @@ LazyGilRelease::LazyGilRelease(bool now) {
 
 LazyGilRelease::~LazyGilRelease() {
   current_release = nullptr;
-  if (state_ != nullptr) PyEval_RestoreThread(state_);
+  if (state_ != nullptr) or_wait_for_the_end([this] { PyEval_RestoreThread(state_); });
 }
 
 void LazyGilRelease::about_to_block() {
@@ -66,7 +67,7 @@ void LazyGilRelease::about_to_block() {
 }
 
 void check_interrupt() {
-  const PyGILState_STATE state = PyGILState_Ensure();
+  const PyGILState_STATE state = or_wait_for_the_end([] { return PyGILState_Ensure(); });
   const bool has_raised = PyErr_CheckSignals() != 0;
   PyGILState_Release(state);
   if (has_raised) throw PythonError();

@@ -41,7 +41,6 @@ _NAME_BYTES = 16
 _COMPARED_BYTES = 32
 _PAYLOAD_AT = 64
 _PAYLOAD_BYTES = _FRAME_BYTES - _PAYLOAD_AT
-_CODES = {verb: code for code, verb in enumerate(wording.CALLS)}
 _OUTSIDE = -1  # in place of the number of members: this rank joins none
 
 
@@ -89,7 +88,7 @@ class Agreement:
     def _fill(self, call: Collective, algorithm: str) -> None:
         op = 0 if call.op is None else int(call.op)
         name = algorithm.encode()[:_NAME_BYTES]
-        fields = _CODES[call.verb], op, _code_of(call.dtype), call.root, _numel(call), name, call.factor
+        fields = wording.CODES[call.verb], op, _code_of(call.dtype), call.root, _numel(call), name, call.factor
         _HEADER.pack_into(self._raw, 0, *fields)
         is_silent = call.verb in ("broadcast", "scatter") and self._transport.rank != call.root
         if algorithm == FRAMES and call.input is not None and not is_silent:
@@ -107,7 +106,7 @@ def agree_on_members(transport: Transport, ranks: Sequence[int] | None, timeout_
         return
     verb = "new_group"
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-    _HEADER.pack_into(frame.numpy().data, 0, _CODES[verb], 0, 0, 0, 0, b"", 0.0)
+    _HEADER.pack_into(frame.numpy().data, 0, wording.CODES[verb], 0, 0, 0, 0, b"", 0.0)
     headers = _headers(_swap(transport, frame, verb, timeout_s))
     if any(header[:_COMPARED_BYTES] != headers[0][:_COMPARED_BYTES] for header in headers):
         raise wording.mismatch(transport.place(verb), _describe(headers))

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import PeerLostError, TransportError
 from ..ops.reduce import reduce_
 from ..topology import Topology
+from ..transport._wording import Remembered
 from ..types import ReduceOp
 from . import find_algorithm
 from .plan import Plan, Space
@@ -92,7 +92,8 @@ class Executor:
         self._transport = transport
         self._schedules: OrderedDict[object, tuple[Plan, Schedule]] = OrderedDict()
         self._scratch: torch.Tensor | None = None
-        self._failure: tuple[str, int | None] | None = None  # what it said, and the rank that was lost
+        self._failure: Remembered | None = None
+        self._failed: _Run | None = None
 
     def run(self, plan: Plan, collective: Collective, timeout_s: float | None) -> None:
         """Runs ``plan``, this rank's for ``collective``; returns when the local result is complete.
@@ -100,24 +101,25 @@ class Executor:
         Raises the TransportErrors of the transport. ``timeout_s`` bounds the whole call; None: the transport's own.
         """
         if self._failure is not None:
-            raise _again(*self._failure)
+            raise self._failure.again()
         deadline = time.monotonic() + (self._transport.timeout_s if timeout_s is None else timeout_s)
         if collective.verb == "barrier":
             token = torch.zeros(1, dtype=torch.uint8)
             output = torch.empty(self._transport.world_size, dtype=torch.uint8)
             collective = collective._replace(input=token, output=output)
         schedule = self._schedule(plan, collective)
+        run = _Run(self._transport, schedule, collective, self._scratch_for(schedule, collective))
         try:
-            _Run(self._transport, schedule, collective, self._scratch_for(schedule, collective)).run(deadline)
+            run.run(deadline)
         except BaseException as error:
-            self._failure = str(error), error.rank if isinstance(error, PeerLostError) else None
-            self._scratch = None  # a message may still come into it
+            self._failure = Remembered.of(error)
+            self._failed = run  # its messages are still on their way, and need their memory
             raise
 
     def close(self) -> None:
         """Gives the memory back."""
         self._schedules.clear()
-        self._scratch = None
+        self._scratch = self._failed = None
 
     def _schedule(self, plan: Plan, call: Collective) -> Schedule:
         input_numel = 0 if call.input is None else call.input.numel()
@@ -175,9 +177,10 @@ class _Run:
         for segment in range(turns):
             self._start(segment)
         while self._waiting:
-            _, _, segment, index, views, requests = heappop(self._waiting)
+            _, _, segment, index, views, requests = self._waiting[0]
             for request in requests:
                 request.wait(max(deadline - time.monotonic(), 1e-3))
+            heappop(self._waiting)
             self._act(self._schedule.steps[index], views)
             if index + 1 < len(self._schedule.steps):
                 self._post(segment, index + 1, views)
@@ -252,11 +255,6 @@ def meet(transport: Transport) -> None:
     else:
         plan = find_algorithm("direct").plan("barrier", transport.rank, Topology.flat(transport.world_size))
         Executor(transport).run(plan, Collective(verb="barrier"), None)
-
-
-def _again(text: str, lost: int | None) -> TransportError:
-    message = f"an earlier call failed, so the group is broken, make a new one; it said: {text}"
-    return TransportError(message) if lost is None else PeerLostError(message, lost)
 
 
 def _prescale(call: Collective, world_size: int) -> float | None:

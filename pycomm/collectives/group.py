@@ -39,6 +39,7 @@ __all__ = ["Call", "CollectiveRecord", "Group"]
 
 _log = logging.getLogger("pycomm")
 _CLOSE_TIMEOUT_S = 10.0
+_BREAK_OFF_TIMEOUT_S = 5.0  # a waiting call sees within milliseconds that it is to end
 
 
 class Call(NamedTuple):
@@ -83,6 +84,7 @@ class Group(Observed):
         "_seq",
         "_splits",
         "_turn",
+        "_turn_holder",
         "_worker",
         "fast_all_gather_single",
         "fast_all_reduce",
@@ -126,6 +128,7 @@ class Group(Observed):
         self._is_closed = False
         self._recorder = Recorder.of(self)
         self._turn = threading.Lock()  # held by the thread that is inside a collective
+        self._turn_holder = 0
         self._refresh_fast()
 
     # -- what it is -----------------------------------------------------------------------------------------------
@@ -291,12 +294,14 @@ class Group(Observed):
         """The span in which one thread is inside a collective of this group."""
         if not self._turn.acquire(blocking=False):
             raise wording.other_thread(self.transport.place(verb))
+        self._turn_holder = threading.get_ident()
         try:
             yield
         except (KeyboardInterrupt, SystemExit):  # the other ranks are in the middle of it, and would wait for this one
             self.transport.abandon()
             raise
         finally:
+            self._turn_holder = 0
             self._turn.release()
 
     def _tell(
@@ -400,29 +405,45 @@ class Group(Observed):
     def close(self) -> None:
         """Gives back the resources of the group and of those made from it, after their outstanding calls.
 
-        Peers that still wait for this rank get an error. Does nothing the second time.
+        Peers that still wait for this rank get an error. A call that is not complete within ten seconds, because a peer
+        has not come to it, is broken off. Does nothing the second time.
         """
+        self._close(time.monotonic() + _CLOSE_TIMEOUT_S)
+
+    def _close(self, deadline: float) -> None:
         if self._is_closed:
             return
         for child in list(self._children):
-            child.close()
-        is_idle = min((closer() for closer in self._closers), default=True)
+            child._close(deadline)
+        has_none_inside = all([closer() for closer in self._closers])
         self._is_closed = True
         self._refresh_fast()
-        is_idle = (self._worker.is_this_thread or self._worker.wait(_CLOSE_TIMEOUT_S)) and is_idle
+        is_idle = self._is_idle_by(deadline)
+        if not is_idle:
+            _log.warning("%r: closed while a call is under way, which is broken off", self)
+            self.transport.abandon()
+            is_idle = self._is_idle_by(time.monotonic() + _BREAK_OFF_TIMEOUT_S)
         self._worker.stop()
         if self._compression is not None:
             self._compression.close()
-        if is_idle:
+        if is_idle and has_none_inside:  # else: pulling memory from under a call that runs would end the process
             if self._engine is not None:
                 self._engine.close()
             self.transport.close()
-        else:  # pulling memory from under a call that runs would end the process
-            _log.warning("%r closed while a call was still under way after %g s", self, _CLOSE_TIMEOUT_S)
         if self._recorder is not None:
             self._recorder.log.close()
         if self._on_close is not None:
             self._on_close(self)
+
+    def _is_idle_by(self, deadline: float) -> bool:
+        """Waits until no other thread is inside a call of this group; returns False if ``deadline`` passes before."""
+        if not (self._worker.is_this_thread or self._worker.wait(max(deadline - time.monotonic(), 0.0))):
+            return False
+        if self._turn_holder != threading.get_ident():  # else: a signal handler closes it in the middle of a call
+            if not self._turn.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+                return False
+            self._turn.release()
+        return True
 
     def __enter__(self) -> Group:
         return self

@@ -1,6 +1,7 @@
 """Where the ranks of a job meet first: the store through which they tell each other what a transport needs.
 
-The store is torch's. Under ``torchrun`` and ``pycomm run`` it is the agent's own, elsewhere one that rank 0 serves.
+The store is torch's. Under ``pycomm run`` on one host it is a file that the launcher holds, under ``torchrun`` the
+agent's own, elsewhere one that rank 0 serves.
 Stores are kept until the process ends, because a rank that is done may not take the store from under the others, and
 because a second ``init`` then meets where the first did.
 """
@@ -21,6 +22,7 @@ from urllib.parse import urlparse
 
 import torch.distributed
 
+from .. import env
 from ..errors import CollectiveTimeoutError, ConfigError, NativeUnavailableError
 from ..topology import LaunchInfo, host_id, local_address
 from ..transport._mpi_library import import_mpi
@@ -45,8 +47,9 @@ def open_store(
     """Returns a store that all ranks of ``launch`` share, with a prefix of pycomm's and the job's attempt.
 
     It is the first of: ``store``; what ``init_method`` says (``tcp://host:port``, ``file:///path``, ``env://``); a
-    store of this process alone in a world of one; the store of an initialized torch.distributed; the one at MASTER_ADDR
-    and MASTER_PORT (torchrun's own where there is one); one that rank 0 serves and MPI tells the others of.
+    store of this process alone in a world of one; the store of an initialized torch.distributed; the one of ``pycomm
+    run`` on one host (PYCOMM_STORE); the one at MASTER_ADDR and MASTER_PORT (torchrun's own where there is one); one
+    that rank 0 serves and MPI tells the others of.
 
     Raises ConfigError, NativeUnavailableError, and CollectiveTimeoutError if the others cannot be reached in time.
     """
@@ -75,6 +78,9 @@ def _find_store(
         return dist.distributed_c10d._get_default_store(), "the store of torch.distributed"
     if launch.master_addr:
         where = f"{launch.master_addr}:{launch.master_port}"
+        told, _, path = str(env.read("PYCOMM_STORE")).partition("=")
+        if told == where and init_method is None:  # else it is meant for a job that started this one
+            return _keep(path, lambda: _by_file(path, timeout_s)), f"the store of `pycomm run`, {path}"
         return _keep(where, lambda: _by_address(launch, timeout_s)), f"{where} ({', '.join(launch.sources)})"
     if launch.is_mpi and init_method is None:
         return _keep("mpi", lambda: _by_mpi(launch, timeout_s)), "a store that rank 0 told of by MPI"
@@ -96,6 +102,19 @@ def _keep(where: str, make: Callable[[], Store]) -> Store:
     if key not in _kept:
         _kept[key] = make()
     return _kept[key]
+
+
+def _by_file(path: str, timeout_s: float) -> Store:
+    try:
+        store: Store = dist.FileStore(path, -1)
+        store.set_timeout(timedelta(seconds=min(timeout_s, _LONGEST_S)))
+        store.check(["pycomm"])  # the file is opened by the first call
+    except RuntimeError as error:
+        raise ConfigError(
+            f"PYCOMM_STORE: cannot open {path}, the store of `pycomm run` ({str(error).splitlines()[0]}); "
+            f"see whether its process still runs, as the same user"
+        ) from error
+    return store
 
 
 def _by_address(launch: LaunchInfo, timeout_s: float) -> Store:

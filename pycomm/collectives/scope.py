@@ -39,10 +39,15 @@ class Scope(AbstractContextManager[None]):
         if self._mode is not None:
             self._mode.__exit__(kind, error, tb)
             self._mode = None
-        if not isinstance(error, PycommError) or getattr(error, "_is_located", False):
+        if not isinstance(error, PycommError):
+            return
+        text = error.args[0] if error.args else ""
+        if getattr(error, "_is_located", False):
+            if self._seq is not None and not text.startswith(self._verb):  # it is about a message of a plan
+                error.args = (f"{self._verb}: {text}", *error.args[1:])
             return
         group = self._group
         call = "" if self._seq is None else f", call {self._seq}"
         where = f"[{self._verb}{call}, group {group.name!r}, rank {group.rank} of {group.world_size}]"
-        error.args = (f"{where} {error.args[0] if error.args else ''}", *error.args[1:])
+        error.args = (f"{where} {text}", *error.args[1:])
         error._is_located = True  # type: ignore[attr-defined]

@@ -1,12 +1,18 @@
-"""The rendezvous of a job on one host: there is nobody to wait for, and nobody beyond loopback to be heard by.
+"""The rendezvous of a job on one host: there is nobody to wait for, and nobody else to be heard by.
 
 torch's launcher asks a rendezvous two things: which host of the job this is, and where the store is that the ranks
-meet at. torch's own ones (c10d, static) serve that store on every interface of the host, and c10d keeps its state in it
-pickled, so that whoever reaches the port runs code here. This one serves a store on loopback and reads nothing from it.
+meet at. torch's own ones (c10d, static) serve that store by TCP on every interface of the host, and c10d keeps its
+state in it pickled, so that whoever reaches the port runs code here. Here the store is a file without a name (a memfd)
+that the launcher holds: the kernel lets processes of the same user open it through /proc, and nobody else; it listens
+nowhere, and is gone with the launcher. Nothing that is read from it is unpickled.
+
+Ranks are told of it by PYCOMM_STORE. MASTER_ADDR and MASTER_PORT name a free port of loopback, for programs that use
+torch.distributed as well: then rank 0 serves torch's store there, as torch does it.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -25,7 +31,7 @@ __all__ = ["BACKEND", "register"]
 BACKEND = "pycomm-loopback"
 _LOOPBACK = "127.0.0.1"
 dist: Any = torch.distributed  # its stubs lack TCPStore
-_BACKLOG = 1024  # ranks that may come at the same moment
+_ANY_NUMBER = -1  # of processes that use a FileStore: it is not to remove the file
 
 
 def register() -> None:
@@ -40,20 +46,23 @@ class _LoopbackRendezvous(RendezvousHandler):
         self._run_id = parameters.run_id
         self._port = int(parameters.endpoint.rpartition(":")[2])  # 0: any that is free
         self._is_closed = False
-        self._store: Any = None
+        self._fd = -1
 
     def get_backend(self) -> str:
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        return True
+        return False  # torch's own store, at MASTER_PORT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Serves a new store; the agent calls it at the start, and again when it restarts the ranks."""
-        self._store = None  # frees the port if one was asked for
-        self._store = _serve(self._port)
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._store.port))
+        """Makes a new store; the agent calls it at the start, and again when it restarts the ranks."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = os.memfd_create("pycomm-store", os.MFD_CLOEXEC)
+        path, port = f"/proc/{os.getpid()}/fd/{self._fd}", _free_port(self._port)
+        os.environ["PYCOMM_STORE"] = f"{_LOOPBACK}:{port}={path}"  # the ranks inherit it
+        return RendezvousInfo(dist.FileStore(path, _ANY_NUMBER), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -72,16 +81,12 @@ class _LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def _serve(port: int) -> Any:
-    """Returns a store served on loopback. Given a listening socket, torch does not open one on every interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _free_port(port: int) -> int:
+    """Returns ``port``, which must be free on loopback; one that is, if 0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((_LOOPBACK, port))
+            probe.bind((_LOOPBACK, port))
         except OSError as error:
             raise RendezvousConnectionError(f"cannot listen at {_LOOPBACK}:{port}: {error.strerror}") from error
-        listener.listen(_BACKLOG)
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        return int(probe.getsockname()[1])

@@ -1,4 +1,8 @@
-"""Point-to-point messages over MPI; see [Note: waiting for MPI] in mpi.py for why receives are probed for."""
+"""Point-to-point messages over MPI; see [Note: waiting for MPI] in mpi.py for why receives are probed for.
+
+MPI reads and writes the memory of a message until its request is complete, whoever holds the handle. So what has begun
+is kept here: a plan that fails in the middle drops the handles of all its messages, and a caller may drop his.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +39,12 @@ class _Send(Request):
         if not self._is_done:
             self._transport.progress()
             self._is_done = self._transport.poll(self._request, self._doing)
+            if self._is_done:
+                self._transport.forget(self)
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.test, timeout_s, self._doing, self, self._peer)
+        self._transport.wait_until(self.test, timeout_s, self._doing, self._peer)
 
 
 class _Receive(Request):
@@ -61,12 +67,14 @@ class _Receive(Request):
             self._transport.progress()
             if self.request is not None:
                 self._is_done = self._transport.poll(self.request, self.doing)
+                if self._is_done:
+                    self._transport.forget(self)
         if self._is_done and self.error is not None:
             raise self.error
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.test, timeout_s, self.doing, self, -1 if self.peer is None else self.peer)
+        self._transport.wait_until(self.test, timeout_s, self.doing, -1 if self.peer is None else self.peer)
 
 
 class MpiMessages:
@@ -136,7 +144,9 @@ class MpiMessages:
                 request = transport.open_communicator().Isend(transport.as_bytes(flat), peer, tag)
         except transport.mpi.Exception as error:
             raise transport.error_of(error, doing) from error
-        return _Send(transport, request, flat, peer)
+        send = _Send(transport, request, flat, peer)
+        transport.keep(send)
+        return send
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> _Receive:
         self._transport.open_communicator()
@@ -157,6 +167,7 @@ class MpiMessages:
                     return False
                 self._check_size(receive, int(status.Get_source()), int(status.Get_elements(mpi.BYTE)))
                 receive.request = message.Irecv(transport.as_bytes(receive.flat))
+                transport.keep(receive)
         except mpi.Exception as error:
             raise transport.error_of(error, receive.doing) from error
         return True

@@ -26,7 +26,7 @@ import torch.distributed
 from ..errors import NativeUnavailableError
 from ..ops import native
 from ..topology import host_id
-from ._wording import NO_STATUS, Failure, Place, failed
+from ._wording import NO_STATUS, Failure
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -133,22 +133,22 @@ class Watch:
             self._next_ask = time.monotonic() + self._ask_s
         return self.failure
 
-    def explain(self, call: int, peer: int = -1) -> Failure:
-        """Says who is behind a connection that broke. Looks for a while: its process may just be ending."""
+    def search(self, call: int, peer: int = -1) -> Failure | None:
+        """Looks for a while for what broke a call, as ``look`` does: a rank's process may just be ending."""
         deadline = time.monotonic() + _SUSPICION_S
         self.start_wait()
         while time.monotonic() < deadline:
             if self.look(call, peer) is not None or self._ask(call, peer) is not None:
                 break
             time.sleep(2e-3)
-        if self.failure is None:
-            self.failure = Failure("lost", peer, self._members[peer].pid if peer >= 0 and self._members else 0)
         return self.failure
 
-    def raise_if_broken(self, place: Place) -> None:
-        """Raises what broke the group, if anything has."""
-        if self.failure is not None:
-            raise failed(place, self.failure)
+    def explain(self, call: int, peer: int = -1) -> Failure:
+        """Says who is behind a connection that broke."""
+        if self.search(call, peer) is None:
+            self.failure = Failure("lost", peer, self._members[peer].pid if peer >= 0 and self._members else 0)
+        assert self.failure is not None
+        return self.failure
 
     # -- telling ----------------------------------------------------------------------------------------------------
 

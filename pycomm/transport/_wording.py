@@ -16,8 +16,10 @@ from ..types import VERBS, ReduceOp, dtype_of_code
 
 __all__ = [
     "CALLS",
+    "CODES",
     "Failure",
     "Place",
+    "Remembered",
     "describe_call",
     "explainers",
     "failed",
@@ -48,6 +50,7 @@ CALLS = (
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter_single")
 _HAS_ROOT = ("reduce", "broadcast", "gather", "scatter")
 assert set(CALLS) == {*VERBS, "new_group"}
+CODES = {verb: code for code, verb in enumerate(CALLS)}
 
 _E = TypeVar("_E", bound=PycommError)
 
@@ -142,6 +145,26 @@ def failed(place: Place | str, failure: Failure) -> TransportError:
         text += _explained(place, failure.kind)
         return _located(CollectiveTimeoutError(f"{place}: {text}"))
     return _located(PeerLostError(f"{place}: {text}", failure.rank))
+
+
+class Remembered(NamedTuple):
+    """What broke a group, in the words of the call that found it; not the error itself, which keeps its frames alive.
+
+    ``lost`` is the rank of a PeerLostError, -1 if nobody knows it, None if it was another error.
+    """
+
+    text: str
+    lost: int | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Remembered:
+        """Returns what is to be remembered of ``error``."""
+        return cls(str(error), error.rank if isinstance(error, PeerLostError) else None)
+
+    def again(self) -> TransportError:
+        """Returns the error of a later call on the group."""
+        message = f"an earlier call failed, so the group is broken, make a new one; it said: {self.text}"
+        return TransportError(message) if self.lost is None else PeerLostError(message, self.lost)
 
 
 def timed_out(place: Place | str, limit_s: float, awaited: str = "", is_broken: bool = True) -> CollectiveTimeoutError:

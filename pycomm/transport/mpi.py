@@ -34,7 +34,7 @@ from . import _wording as wording
 from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
 from ._watch import SLICE_S, Watch
-from .base import Request, Transport
+from ._watched import WatchedTransport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
@@ -83,7 +83,7 @@ _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
 
 
-class MpiTransport(Transport):
+class MpiTransport(WatchedTransport):
     """The ranks of one MPI communicator, of which this object is the only user. See the contract in ``base.py``."""
 
     name: ClassVar[str] = "mpi"
@@ -101,8 +101,8 @@ class MpiTransport(Transport):
         self.lock = _lock_for(self.mpi)
         self.largest_tag = int(self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB))  # Open MPI knows it there alone
         self.watch = watch
-        self._messages = MpiMessages(self)
-        self._abandoned: list[object] = []  # calls that were not waited out: MPI may still touch their memory
+        self._messages: MpiMessages = MpiMessages(self)
+        self._under_way: dict[int, object] = {}  # by id: what MPI has and has not completed. It may touch its memory
         self._exchanged: tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]] | None = None  # and what MPI takes for it
         self._types: dict[int, Any] = {}
 
@@ -123,22 +123,6 @@ class MpiTransport(Transport):
         _, frames, buffers = self._exchanged
         self._run(verb, timeout_s, "Iallgather", buffers, frame, frames)
         return frames
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a rank has died, left or run out of time in this group, as far as this one knows."""
-        return self.watch.failure is not None
-
-    def abandon(self) -> None:
-        self.watch.announce("interrupted", self.rank)
-
-    # -- point to point -------------------------------------------------------------------------------------------
-
-    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
-        return self._messages.isend(flat, peer, tag)
-
-    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
-        return self._messages.irecv(flat, peer, tag)
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -246,7 +230,10 @@ class MpiTransport(Transport):
         if communicator is None:
             return
         self.watch.close(self.calls)
-        if self._abandoned or self.is_broken or self.mpi.Is_finalized():
+        if self._under_way:
+            _never_completed.extend(self._under_way.values())
+            return
+        if self.is_broken or self.mpi.Is_finalized():
             return
         # Collective by the letter of MPI, which adds that it "is anticipated" to be local; MPICH and Open MPI do it so.
         with contextlib.suppress(self.mpi.Exception):
@@ -272,6 +259,14 @@ class MpiTransport(Transport):
         """Receives the messages that have come and are asked for."""
         self._messages.progress()
 
+    def keep(self, thing: object) -> None:
+        """Keeps what MPI works on, until it is complete: ``forget``."""
+        self._under_way[id(thing)] = thing
+
+    def forget(self, thing: object) -> None:
+        """Lets go of what is complete."""
+        self._under_way.pop(id(thing), None)
+
     def poll(self, request: Any, doing: str) -> bool:
         """Says whether MPI's ``request`` is complete."""
         try:
@@ -281,20 +276,13 @@ class MpiTransport(Transport):
             raise self.error_of(error, doing) from error
 
     def wait_until(
-        self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, alive: object, peer: int | None = None
+        self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, peer: int | None = None
     ) -> None:
-        """Polls ``is_done`` and the receives that are due; see [Note: waiting for MPI]. ``alive`` is memory in use.
+        """Polls ``is_done`` and the receives that are due; see [Note: waiting for MPI].
 
         ``peer`` is whom a message goes to or comes from, -1 for anyone; None for a collective.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            self._poll_until(is_done, limit_s, doing, peer)
-        except BaseException:  # also Ctrl-C: MPI goes on with the call, and must find its memory
-            self._abandoned.append((is_done, alive))
-            raise
-
-    def _poll_until(self, is_done: Callable[[], bool], limit_s: float, doing: str, peer: int | None) -> None:
         start = time.monotonic()
         next_look_s = SLICE_S
         while not is_done():
@@ -304,37 +292,34 @@ class MpiTransport(Transport):
                 if next_look_s == SLICE_S:
                     self.watch.start_wait()
                 next_look_s = waited_s + SLICE_S
-                self._check(doing, -1 if peer is None else peer)
+                self.check(doing, -1 if peer is None else peer)
             if waited_s > limit_s:
                 if peer is None:
                     self.watch.announce("timeout", self.rank)
                 raise wording.timed_out(self.place(doing), limit_s, is_broken=peer is None)
             _idle(waited_s)
 
-    def _check(self, doing: str, peer: int) -> None:
-        """Looks around once in a long wait: raises what broke the group, if anything has."""
-        failure = self.watch.look(self.calls, peer)
-        if failure is None:
-            return
+    def failed(self, doing: str, failure: wording.Failure) -> TransportError:
         if failure.kind == "lost":
             leave_unfinalized()
-        raise wording.failed(self.place(doing), failure)
+        return super().failed(doing, failure)
 
     def error_of(self, error: Any, doing: str) -> TransportError:
-        """Returns the pycomm error for an mpi4py exception raised while ``doing`` something."""
-        text = " ".join(str(error).split())
-        place = self.place(doing)
-        lost = [getattr(self.mpi, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_ABORTED", "ERR_REVOKED")]
-        if self.is_broken or error.Get_error_class() in [code for code in lost if code is not None]:
-            leave_unfinalized()
-            return wording.failed(place, self.watch.explain(self.calls))
-        return TransportError(f"{place}: failed in MPI: {text}; the group is broken, make a new one")
+        """Returns the pycomm error for an mpi4py exception raised while ``doing`` something.
+
+        Of a rank that died MPICH says many things ("process_vm_readv failed"), so who lives is asked first.
+        """
+        failure = self.watch.search(self.calls)
+        if failure is None:
+            text = " ".join(str(error).split())
+            return TransportError(f"{self.place(doing)}: failed in MPI: {text}; the group is broken, make a new one")
+        return self.failed(doing, failure)
 
     def _run(
         self, verb: str, timeout_s: float | None, method: str, arguments: tuple[Any, ...], *alive: torch.Tensor | None
     ) -> None:
         """Starts the nonblocking collective ``method`` of MPI and waits for it. ``alive`` is its memory."""
-        self.watch.raise_if_broken(self.place(verb))
+        self.check_whole(verb)
         start = getattr(self.open_communicator(), method)
         try:
             with self.lock:
@@ -343,7 +328,11 @@ class MpiTransport(Transport):
                     return
         except self.mpi.Exception as error:
             raise self.error_of(error, verb) from error
-        self.wait_until(lambda: self.poll(request, verb), timeout_s, verb, (request, alive))
+        try:
+            self.wait_until(lambda: self.poll(request, verb), timeout_s, verb)
+        except BaseException:  # also Ctrl-C: MPI goes on with the call
+            self.keep((request, arguments, alive))
+            raise
 
     def _typed(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
         _complete(flat)
@@ -399,6 +388,7 @@ def _idle(waited_s: float) -> None:
 
 
 _one_at_a_time = threading.RLock()
+_never_completed: list[object] = []  # of groups that were closed: MPI has no way to take back what it was given
 
 
 def _lock_for(mpi: Any) -> contextlib.AbstractContextManager[Any]:

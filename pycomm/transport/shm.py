@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..ops import native
 from ..types import VERBS, ReduceOp, dtype_of_name
 from ._handoff import share_memory
-from ._wording import CALLS
+from ._wording import CODES
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShmTransport", "connect"]
 
-_CODES = {getattr(torch, name): dtype.code for name in dir(torch) if (dtype := dtype_of_name(name)) is not None}
+_DTYPES = {getattr(torch, name): dtype.code for name in dir(torch) if (dtype := dtype_of_name(name)) is not None}
 
 
 class _Host:
@@ -117,7 +117,7 @@ class ShmTransport(Transport):
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
-        call = CALLS.index(verb), 0, 0, 0, frame.numel()
+        call = CODES[verb], 0, 0, 0, frame.numel()
         self._group.agree(frames.data_ptr(), frame.data_ptr(), frame.numel(), *call, timeout_s or 0.0)
         return frames
 
@@ -129,7 +129,7 @@ class ShmTransport(Transport):
         return float(self._group.line_ns)
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
-        return verb in self.native and dtype in _CODES
+        return verb in self.native and dtype in _DTYPES
 
     def allocate(self, nbytes: int) -> Any:
         """Returns memory that every rank of the host can reach: an object with the buffer protocol, given back when
@@ -143,7 +143,7 @@ class ShmTransport(Transport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
         self._group.all_reduce(
-            output.data_ptr(), input.data_ptr(), input.numel(), _CODES[input.dtype], int(op), factor, timeout_s or 0.0
+            output.data_ptr(), input.data_ptr(), input.numel(), _DTYPES[input.dtype], int(op), factor, timeout_s or 0.0
         )
 
     def reduce(
@@ -153,7 +153,7 @@ class ShmTransport(Transport):
             output.data_ptr(),
             input.data_ptr(),
             input.numel(),
-            _CODES[input.dtype],
+            _DTYPES[input.dtype],
             int(op),
             factor,
             root,
@@ -164,15 +164,15 @@ class ShmTransport(Transport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
         self._group.reduce_scatter(
-            output.data_ptr(), input.data_ptr(), output.numel(), _CODES[input.dtype], int(op), factor, timeout_s or 0.0
+            output.data_ptr(), input.data_ptr(), output.numel(), _DTYPES[input.dtype], int(op), factor, timeout_s or 0.0
         )
 
     def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
-        self._group.broadcast(flat.data_ptr(), flat.numel(), _CODES[flat.dtype], root, timeout_s or 0.0)
+        self._group.broadcast(flat.data_ptr(), flat.numel(), _DTYPES[flat.dtype], root, timeout_s or 0.0)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
         self._group.all_gather(
-            output.data_ptr(), input.data_ptr(), input.numel(), _CODES[input.dtype], timeout_s or 0.0
+            output.data_ptr(), input.data_ptr(), input.numel(), _DTYPES[input.dtype], timeout_s or 0.0
         )
 
     def all_to_all_single(
@@ -188,17 +188,17 @@ class ShmTransport(Transport):
             input.data_ptr(),
             list(output_splits),
             list(input_splits),
-            _CODES[input.dtype],
+            _DTYPES[input.dtype],
             timeout_s or 0.0,
         )
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
         address = 0 if output is None else output.data_ptr()
-        self._group.gather(address, input.data_ptr(), input.numel(), _CODES[input.dtype], root, timeout_s or 0.0)
+        self._group.gather(address, input.data_ptr(), input.numel(), _DTYPES[input.dtype], root, timeout_s or 0.0)
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
         address = 0 if input is None else input.data_ptr()
-        self._group.scatter(output.data_ptr(), address, output.numel(), _CODES[output.dtype], root, timeout_s or 0.0)
+        self._group.scatter(output.data_ptr(), address, output.numel(), _DTYPES[output.dtype], root, timeout_s or 0.0)
 
     def barrier(self, timeout_s: float | None) -> None:
         self._group.barrier(timeout_s or 0.0)

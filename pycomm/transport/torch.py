@@ -27,9 +27,10 @@ from ..errors import CollectiveTimeoutError, ConfigError, TransportError
 from ..topology import local_address
 from ..types import ReduceOp
 from . import _wording as wording
+from ._deaf_sockets import deafen, listening_sockets
 from ._torch_messages import FramedMessages, PlainMessages
 from ._watch import SLICE_S, Watch
-from .base import Request, Transport
+from ._watched import WatchedTransport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -83,7 +84,7 @@ _LOST_SIGNS = ("losed by peer", "onnection reset", "roken pipe", "not connected"
 _LONGEST_S = 30 * 24 * 3600.0
 
 
-class TorchTransport(Transport):
+class TorchTransport(WatchedTransport):
     """The ranks of one torch process group, on the devices that it has a backend for.
 
     On CUDA a collective is complete as torch means it: for work that the current stream does next.
@@ -131,22 +132,6 @@ class TorchTransport(Transport):
         sent = frame.expand(shape).contiguous()
         self._run("all_to_all_single", timeout_s, frames, sent, [], [], c10d.AllToAllOptions(), doing=verb)
         return frames
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a rank has died, left or run out of time in this group, as far as this one knows."""
-        return self.watch.failure is not None
-
-    def abandon(self) -> None:
-        self.watch.announce("interrupted", self.rank)
-
-    # -- point to point -------------------------------------------------------------------------------------------
-
-    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
-        return self._messages.isend(flat, peer, tag)
-
-    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
-        return self._messages.irecv(flat, peer, tag)
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -239,7 +224,7 @@ class TorchTransport(Transport):
         """Returns torch's group. Raises TransportError after ``close``, and what broke the group if it is broken."""
         if self.group is None:
             raise wording.used_closed(self.place("a call"))
-        self.watch.raise_if_broken(self.place("a call"))
+        self.check_whole("a call")
         return self.group
 
     def error_of(self, error: Exception, doing: str, limit_s: float, peer: int = -1) -> TransportError:
@@ -250,14 +235,8 @@ class TorchTransport(Transport):
             self.watch.announce("timeout", self.rank)
             return wording.timed_out(place, limit_s)
         if self.watch.failure is not None or any(sign in text for sign in _LOST_SIGNS):
-            return wording.failed(place, self.watch.explain(self.calls, peer))
+            return self.failed(doing, self.watch.explain(self.calls, peer))
         return TransportError(f"{place}: failed in torch.distributed: {text}; the group is broken, make a new one")
-
-    def check(self, doing: str, peer: int = -1) -> None:
-        """Looks around once in a long wait: raises what broke the group, if anything has."""
-        failure = self.watch.look(self.calls, peer)
-        if failure is not None:
-            raise wording.failed(self.place(doing), failure)
 
     def _run(self, verb: str, timeout_s: float | None, *arguments: Any, doing: str | None = None) -> None:
         """Runs one collective of torch's to its end. Its options are the last of the arguments.
@@ -395,9 +374,13 @@ def _make_gloo(meeting: _Meeting, watch: Watch) -> TorchTransport:
         raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout_of(timeout_s)
+    before = set(listening_sockets())
     options._devices = [_gloo_device(host)]
+    listeners = set(listening_sockets()) - before
     try:
         group = dist.ProcessGroupGloo(store, rank, world_size, options)
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else its ranks connect as they need each other
+            deafen(listeners)
     except RuntimeError as error:
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} could not connect to the other ranks by gloo within {timeout_s:.3g} s; see "

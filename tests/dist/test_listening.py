@@ -15,6 +15,7 @@ import pytest
 from test_launchers import JOBS, LAUNCHER_VARIABLES, MPIRUN, needs_mpi
 
 PYCOMM_RUN = [sys.executable, "-m", "pycomm", "run", "-n", "2"]
+NOBODY = 65534
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}  # as the kernel writes it
 
 
@@ -71,11 +72,33 @@ def running(launcher: list[str], transport: str, folder: Path, *, factor: int = 
 
 
 @pytest.mark.parametrize("options", [[], ["--standalone", "--max-restarts=3"]], ids=str)
-def test_pycomm_run_listens_on_loopback_alone(options: list[str], tmp_path: Path) -> None:
+def test_pycomm_run_listens_nowhere(options: list[str], tmp_path: Path) -> None:
     with running([*PYCOMM_RUN, *options], "auto", tmp_path) as pid:
         found = listening(pid)
-    assert found, "the store must have been seen, else this looks in the wrong place"
+    assert not found
+
+
+def test_gloo_listens_on_loopback_alone(tmp_path: Path) -> None:
+    with running(PYCOMM_RUN, "torch", tmp_path) as pid:
+        found = listening(pid)
+    assert found, "gloo's sockets must have been seen, else this looks in the wrong place"
     assert {address for address, _ in found} <= LOOPBACK
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_open_the_store(tmp_path: Path) -> None:
+    with running(PYCOMM_RUN, "shm", tmp_path) as pid:
+        stores = [f for f in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(f).startswith("/memfd:pycomm-store")]
+        child = os.fork()
+        if child == 0:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            try:
+                os.open(stores[0], os.O_RDWR)
+            except PermissionError:
+                os._exit(0)
+            os._exit(1)
+        assert len(stores) == 1 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_torchrun_itself_listens_everywhere_and_its_ranks_do_not(tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def nest_groups(rank: int) -> None:
         pycomm.all_reduce(t, group=group)
         assert (t == size).all()
 
+
 def leave_at_once(rank: int) -> None:
     for _ in range(10):
         with pycomm.new_group(list(range(pycomm.world_size()))) as group:
@@ -299,7 +300,6 @@ def leave_at_once(rank: int) -> None:
 def test_a_rank_that_leaves_after_its_last_part_breaks_nothing() -> None:
     """More ranks than cores: who waits may see that a rank has left before it sees what that rank had sent."""
     run_ranks(8, leave_at_once)
-
 
 
 def test_groups_of_groups() -> None:

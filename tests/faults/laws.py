@@ -19,6 +19,7 @@ RANKS = 4
 # Those whose ranks are processes. MPI starts them anew for each test, which takes seconds: it has fewer of them.
 TRANSPORTS = [param for param in transport_params() if param.values[0] in ("shm", "torch")]
 MPI = [param for param in transport_params() if param.values[0] == "mpi"]
+EVERYWHERE = [param for param in transport_params() if param.values[0] != "local"]
 
 # Seconds that a test waits before it calls a rank hung. What the times really are, benchmarks/faults.py says.
 HUNG_S = 10.0

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from laws import DEATHS, MPI, RANKS, TRANSPORTS, VICTIM, survive
+import torch
+from laws import DEATHS, EVERYWHERE, MPI, RANKS, TRANSPORTS, VICTIM, check_sum, survive
 
+import pycomm
 from harness import run_ranks
+from pycomm import PeerLostError
+from pycomm.fault import fail_at, inject
+
+# Every way at every moment would be twelve jobs a transport, and what a rank died of is told by the kernel alone.
+WAYS = [(how, when) for how in ("kill", "segv", "exit") for when in DEATHS if how == "kill" or "64 MiB" in when]
 
 
-@pytest.mark.parametrize("when", DEATHS)
-@pytest.mark.parametrize("how", ["kill", "segv", "exit"])
+@pytest.mark.parametrize(("how", "when"), [*WAYS, ("segv", "while a peer waits"), ("exit", "before")])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_survivors_name_the_dead_rank_and_go_on_without_it(transport: str, how: str, when: str) -> None:
     run_ranks(RANKS, survive, how, when, transport=transport, casualties=[VICTIM])
 
 
-@pytest.mark.parametrize("when", ["before", "while a peer waits"])
+@pytest.mark.parametrize("when", ["before", "while a peer waits", "in the middle of 64 MiB"])
 @pytest.mark.parametrize("transport", MPI)
 def test_survivors_name_the_dead_rank_also_under_mpi(transport: str, when: str) -> None:
     """Of a rank that exits: MPICH's launchers end all the others within moments of one that a signal killed."""
     run_ranks(RANKS, survive, "exit", when, transport=transport, casualties=[VICTIM])
+
+
+def lose_a_partner(rank: int) -> None:
+    """A receive, and after that a plan, of a rank that dies."""
+    check_sum()
+    inner = pycomm.new_group([0, 1, 2])
+    t = torch.ones(200_000)
+    if rank != VICTIM:
+        outer = pycomm.new_group([0, 1])  # made by those who stay; the victim takes part in making it
+    else:
+        pycomm.new_group([0, 1])
+    pycomm.all_reduce(t, group=inner, algorithm="direct")
+    if rank == VICTIM:
+        with inject(fail_at(VICTIM, 1, "exit", moment="inside", delay_s=0.05), group=inner):
+            while True:
+                pycomm.all_reduce(t, group=inner, algorithm="direct")
+    with pytest.raises(PeerLostError) as caught:
+        while True:
+            pycomm.all_reduce(t, group=inner, algorithm="direct")
+    assert caught.value.rank == VICTIM and "all_reduce" in str(caught.value), caught.value
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        pycomm.recv(torch.empty(3), VICTIM)
+    assert caught.value.rank == VICTIM, caught.value
+    assert time.monotonic() - begin < 5.0
+    check_sum(outer)
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_a_plan_and_a_message_with_a_dead_rank_raise(transport: str) -> None:
+    run_ranks(3, lose_a_partner, transport=transport, casualties=[VICTIM])

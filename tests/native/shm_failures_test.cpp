@@ -60,10 +60,12 @@ void die_after(int which) {
 
 void run_out_of_time() {
   Host host(3);
-  run("timeout", host, [](int rank, Group& world) {
-    if (rank == 2) nap_ms(60);
+  std::atomic<bool> is_out{false};
+  run("timeout", host, [&](int rank, Group& world) {
+    while (rank == 2 && !is_out) nap_ms(1);  // comes when it is too late, however busy the machine is
     const auto late = [&] { world.all_reduce(nullptr, nullptr, call_of(Verb::kAllReduce, 0, 0, rank == 0 ? 0.02 : 0)); };
     const std::string text = expect_throw<Timeout>("timeout", late);
+    is_out = true;
     expect(contains(text, rank == 0 ? "late " : "timeout 0 "), "whose time ran out: " + text);
     expect_throw<Timeout>("after a timeout", [&] { world.barrier(0); });
   });
@@ -93,25 +95,27 @@ void disagree() {
 
 void interrupt() {
   Host host(2);
-  run("interrupt", host, [](int rank, Group& world) {
+  std::atomic<bool> has_left{false};
+  run("interrupt", host, [&](int rank, Group& world) {
     if (rank == 1) {
-      nap_ms(30);
+      while (!has_left) nap_ms(1);
       const std::string text = expect_throw<PeerLost>("the other is told", [&] { world.barrier(0); });
       return expect(contains(text, "interrupted 0 "), "and who it was: " + text);
     }
     is_interrupted = true;
     expect_throw<Interrupt>("interrupt", [&] { world.barrier(0); });
     is_interrupted = false;
+    has_left = true;
   });
 }
 
 void use_from_two_threads() {
   Host host(2);
-  run("two threads", host, [](int rank, Group& world) {
-    std::atomic<int> refused{0};
+  std::atomic<int> refused{0};
+  run("two threads", host, [&](int rank, Group& world) {
     if (rank == 0) {
       std::thread second([&] {
-        nap_ms(20);
+        nap_ms(100);  // the first is in the barrier by then
         expect_throw<Misuse>("a second thread", [&] { world.barrier(0); });
         ++refused;
       });
@@ -119,7 +123,7 @@ void use_from_two_threads() {
       second.join();
       expect(refused == 1, "the second thread was refused");
     } else {
-      nap_ms(60);
+      while (refused == 0) nap_ms(1);
       world.barrier(0);
     }
   });

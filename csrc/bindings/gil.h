@@ -1,0 +1,38 @@
+// Letting Python's lock go, and taking it back also where the interpreter has ended meanwhile.
+//
+// A thread that asks for the lock then is ended by pthread_exit (before Python 3.14): its stack is unwound, through frames
+// that may not throw, and std::terminate ends the process with SIGABRT at the end of a job that had gone well. So such a
+// thread waits here instead, as Python 3.14 has it wait, until the process is gone.
+#pragma once
+
+#include <Python.h>
+#include <cxxabi.h>
+#include <unistd.h>
+
+namespace pycomm {
+
+// Runs `take`, which takes the lock.
+template <class Take>
+auto or_wait_for_the_end(Take take) -> decltype(take()) {
+  try {
+    return take();
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
+
+// While this is in scope, other Python threads run.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    or_wait_for_the_end([this] { PyEval_RestoreThread(state_); });
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace pycomm

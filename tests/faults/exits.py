@@ -1,0 +1,97 @@
+"""Ranks that end while calls are under way: ``exits.py TRANSPORT FOLDER HOW...``, as tests/faults/test_exits.py does.
+
+This process forks two ranks for each HOW. A rank does it and runs off the end of this file, as a program does: so the
+interpreter ends as it always does. Prints ``HOW rank status seconds`` for each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.ops import native
+from pycomm.transport import TRANSPORTS
+
+RANKS = 2
+NUMEL = 1 << 18
+PATIENCE_S = 40.0
+
+
+def main(transport: str, folder: str, *ways: str) -> tuple[str, int, str] | None:
+    """Returns what a rank is to do, in its own process; None in the parent, at the end."""
+    native()
+    TRANSPORTS.load(transport)
+    for name in pycomm.__all__:  # they load on first use
+        getattr(pycomm, name)
+    for how in ways:
+        ranks = {}
+        for rank in range(RANKS):
+            pid = os.fork()
+            if pid == 0:
+                return how, rank, f"{folder}/{how}"
+            ranks[pid] = rank
+        watch(how, ranks)
+    return None
+
+
+def watch(how: str, ranks: dict[int, int]) -> None:
+    """Waits for the ranks, and says how each ended."""
+    begin = time.monotonic()
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        took_s = time.monotonic() - begin
+        if pid:
+            print(how, ranks.pop(pid), os.waitstatus_to_exitcode(status), round(took_s, 2), flush=True)
+        elif took_s > PATIENCE_S:
+            for pid in ranks:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def run_off(how: str, rank: int) -> None:
+    """Leaves calls under way."""
+    if how == "dropped":
+        for _ in range(10):
+            pycomm.all_reduce(torch.ones(NUMEL), async_op=True)
+    elif how == "alone":  # the other rank does not make the call; it closes the group
+        if rank == 0:
+            works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
+    elif how == "stuck":  # nor does it close the group, for longer than this rank waits
+        if rank == 0:
+            works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
+        else:
+            time.sleep(13.0)
+    elif how == "messages":
+        works.append(pycomm.isend(torch.ones(NUMEL), 1 - rank))
+        works.append(pycomm.irecv(torch.ones(NUMEL), 1 - rank))
+        works.append(pycomm.irecv(torch.ones(3), 1 - rank, tag=9))
+    elif how == "thread":  # in the middle of a synchronous call, which nobody ends
+        threading.Thread(target=reduce_for_ever, daemon=True).start()
+        time.sleep(0.1)
+    else:
+        works.extend(pycomm.all_reduce(torch.ones(NUMEL), async_op=True) for _ in range(10))
+        if how == "exit":
+            sys.exit(3)
+        if how == "raise" and rank == 1:
+            raise ValueError("a bug")
+
+
+def reduce_for_ever() -> None:
+    while True:
+        pycomm.all_reduce(torch.ones(NUMEL))
+
+
+works: list[pycomm.Work] = []  # kept to the very end
+if (part := main(*sys.argv[1:])) is not None:
+    its_way, its_rank, meeting = part
+    torch.set_num_threads(1)
+    pycomm.init(sys.argv[1], rank=its_rank, world_size=RANKS, store=dist.FileStore(meeting, RANKS))
+    pycomm.all_reduce(torch.ones(1))
+    run_off(its_way, its_rank)

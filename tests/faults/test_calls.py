@@ -1,0 +1,142 @@
+"""What a rank may do to its own calls, on every transport of processes: interrupt them, leave, fork, drop handles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from laws import EVERYWHERE
+
+import pycomm
+from harness import run_ranks
+from pycomm import PeerLostError, TransportError
+
+everywhere = pytest.mark.parametrize("transport", EVERYWHERE)
+LARGE = 200_000
+
+
+def check_sum(ranks: int, numel: int = 5, group: Any = None) -> None:
+    t = torch.full((numel,), 2.0)
+    pycomm.all_reduce(t, group=group)
+    assert (t == 2.0 * ranks).all()
+
+
+def be_interrupted(rank: int) -> None:
+    check_sum(3)
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            check_sum(3, LARGE)
+        assert time.monotonic() - begin < 2.0  # 0.4 s where nothing else runs
+        with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):  # the group is out of step, and says so
+            check_sum(3)
+    elif rank == 0:
+        with pytest.raises(PeerLostError, match="rank 1 .* was interrupted") as caught:  # and no timeout
+            check_sum(3, LARGE)
+        assert caught.value.rank == 1
+    else:  # comes later, and is told at once
+        time.sleep(0.5)
+        with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):
+            check_sum(3, LARGE)
+    again = pycomm.new_group([0, 1, 2])
+    check_sum(3, group=again)
+
+
+@everywhere
+def test_ctrl_c_ends_a_blocked_call_and_the_others_are_told(transport: str) -> None:
+    run_ranks(3, be_interrupted, transport=transport)
+
+
+def interrupt_a_receive(rank: int) -> None:
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        got = torch.zeros(3)
+        work = pycomm.irecv(got, 1)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        pycomm.send(torch.ones(1), 1)
+        work.wait()  # a message does not put the ranks out of step: it comes yet
+        assert (got == 7).all()
+    else:
+        pycomm.recv(torch.zeros(1), 0)
+        pycomm.send(torch.full((3,), 7.0), 0)
+    check_sum(2)
+
+
+def close_early(rank: int) -> None:
+    check_sum(2)
+    if rank == 1:
+        return
+    time.sleep(0.1)
+    with pytest.raises(PeerLostError, match="rank 1 .* has closed the group") as caught:
+        pycomm.barrier()
+    assert caught.value.rank == 1
+
+
+def fork_a_child(rank: int) -> None:
+    check_sum(2)
+    group = pycomm.new_group([0, 1])
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            pycomm.all_reduce(torch.ones(3), group=group)
+        except TransportError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    check_sum(2, LARGE)
+    check_sum(2, group=group)
+
+
+def use_two_threads(rank: int) -> None:
+    check_sum(2)
+    if rank == 1:
+        time.sleep(0.4)
+        return check_sum(2, LARGE)
+    thread = threading.Thread(target=check_sum, args=(2, LARGE))
+    thread.start()
+    time.sleep(0.2)
+    with pytest.raises(TransportError, match="another thread"):
+        check_sum(2, LARGE)
+    thread.join()
+
+
+def drop_handles(rank: int) -> None:
+    tensors = [torch.full((LARGE,), 2.0) for _ in range(5)]
+    for t in tensors:
+        pycomm.all_reduce(t, async_op=True)
+    pycomm.barrier()
+    assert all((t == 4).all() for t in tensors)
+    # Buffers too: the call keeps them until it is done.
+    for _ in range(20):
+        pycomm.all_reduce(torch.ones(LARGE), async_op=True)
+    check_sum(2)
+    pycomm.isend(torch.ones(LARGE), 1 - rank)
+    got = torch.zeros(LARGE)
+    pycomm.recv(got, 1 - rank)
+    assert (got == 1).all()
+    pycomm.barrier()
+
+
+def do_one_after_the_other(rank: int) -> None:
+    interrupt_a_receive(rank)
+    fork_a_child(rank)
+    use_two_threads(rank)
+    drop_handles(rank)
+    close_early(rank)
+
+
+@everywhere
+def test_receives_are_interrupted_children_refused_threads_told_handles_dropped_and_groups_left(transport: str) -> None:
+    """Five laws in one job: what takes time is to start it."""
+    run_ranks(2, do_one_after_the_other, transport=transport)
