@@ -8,11 +8,13 @@ A receive from any rank would have to wait on two transports, and to be withdraw
 message; gloo cannot withdraw. So whoever sends a message of a user announces it: a few bytes with a tag of their own,
 ahead of the message. The receiver listens to announcements, one standing receive a transport, from its first receive
 on. It then knows what is on its way, and a receive from any rank becomes one from the rank whose announcement nobody
-has taken. Messages of collectives are not announced: their peers are known.
+has taken. Receives take messages in the order in which they were asked for: one from a certain rank waits behind those
+from any rank with its tag. Messages of collectives are not announced: their peers are known.
 
 [Note: one failure for both]
 What fails in one transport ends the group in both: the rank that got the error closes both, so whoever waits for it,
-on its host or on another, gets an error too, and closes its own. So a death reaches every rank of the group.
+on its host or on another, gets an error too, and closes its own. So a death reaches every rank of the group. A message
+of a user that does not come in time ends nothing: it may come yet.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import CollectiveTimeoutError, PeerLostError, PycommError, TransportError
+from ..errors import CollectiveTimeoutError, PycommError, TransportError
 from ..topology import Topology, detect_launch
 from ..types import ReduceOp
 from . import ConnectSpec
 from . import connect as connect_by
 from ._mixed_reduce import ColumnReduce
+from ._wording import Remembered
 from .base import Request, Transport
 
 __all__ = ["FIRST_OWN_TAG", "MixedTransport", "connect"]
@@ -63,7 +66,7 @@ class MixedTransport(Transport):
         self._neighbours = topology.hosts[topology.host_of(self.rank)]
         self._local = {rank: index for index, rank in enumerate(self._neighbours)}
         self._starting = threading.Lock()  # one thread at a time calls a transport
-        self._lost: PeerLostError | None = None  # what ended both
+        self._failure: Remembered | None = None  # what ended both
         self._arrivals = _Arrivals(self)
         if len(set(map(len, topology.hosts))) == 1:  # else the ranks' shards do not match; a plan finds how they do
             column = [ranks[inner.rank] for ranks in topology.hosts]
@@ -141,7 +144,7 @@ class MixedTransport(Transport):
         part, its_rank = (self.outer, peer) if local is None else (self.inner, local)
         with self.ending_both(), self._starting:
             request = part.isend(flat, its_rank, tag) if is_send else part.irecv(flat, its_rank, tag)
-        return _Routed(self, request, peer)
+        return _Routed(self, request, peer, tag < FIRST_OWN_TAG)
 
     def listen(self, part: Transport, box: torch.Tensor) -> int:
         """Waits for an announcement in ``part``; returns the rank in this group of who made it."""
@@ -151,15 +154,16 @@ class MixedTransport(Transport):
         return int(self._neighbours[request.source] if part is self.inner else request.source)
 
     @contextlib.contextmanager
-    def ending_both(self) -> Iterator[None]:
-        """See [Note: one failure for both]. Later calls say again which rank was lost."""
-        if self._lost is not None:
-            text = f"an earlier call failed, so the group is broken, make a new one; it said: {self._lost}"
-            raise PeerLostError(text, self._lost.rank)
+    def ending_both(self, is_users: bool = False) -> Iterator[None]:
+        """See [Note: one failure for both]. Later calls say again what failed; ``is_users``: it is a user's message."""
+        if self._failure is not None:
+            raise self._failure.again()
         try:
             yield
         except TransportError as error:
-            self._lost = error if isinstance(error, PeerLostError) else None
+            if is_users and isinstance(error, CollectiveTimeoutError) and not self.is_broken:
+                raise
+            self._failure = Remembered.of(error)
             self.close()
             raise
 
@@ -181,17 +185,18 @@ class MixedTransport(Transport):
 class _Routed(Request):
     """A message on its way in one of the two; ``source`` is the rank in the whole group."""
 
-    def __init__(self, transport: MixedTransport, request: Request, peer: int) -> None:
+    def __init__(self, transport: MixedTransport, request: Request, peer: int, is_users: bool) -> None:
         self.source = peer
         self._transport = transport
         self._request = request
+        self._is_users = is_users
 
     def test(self) -> bool:
-        with self._transport.ending_both():
+        with self._transport.ending_both(self._is_users):
             return self._request.test()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        with self._transport.ending_both():
+        with self._transport.ending_both(self._is_users):
             self._request.wait(timeout_s)
 
 
@@ -213,51 +218,67 @@ class _Announced(Request):
 
 
 class _Arrivals:
-    """Which messages of users are announced and not yet taken; see [Note: messages from any rank]."""
+    """Which messages of users are announced and which are asked for; see [Note: messages from any rank]."""
 
     def __init__(self, transport: MixedTransport) -> None:
         self._transport = transport
         self._changed = threading.Condition()  # guards what follows
         self._left: Counter[tuple[int, int]] = Counter()  # by (peer, tag): announced - taken; may be negative
+        self._asked: list[_Receive] = []  # those whose sender is not known, and those behind them
         self._error: PycommError | None = None
         self._is_listening = False
         self._is_closed = False
+
+    def receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        """As ``Transport.irecv``."""
+        self._start_listening()
+        receive = _Receive(self, flat, peer, tag)
+        with self._changed:
+            self._asked.append(receive)
+            self._assign()
+        return receive
+
+    def has_started(self, receive: _Receive, timeout_s: float) -> bool:
+        """Whether the sender of ``receive`` is known and its message is being received; waits for it."""
+        if receive.request is None:
+            with self._changed:
+                self._changed.wait_for(lambda: receive.request or receive.error or self._error, timeout_s)
+                error = receive.error or self._error
+            if receive.request is None and error is not None:
+                raise error
+        return receive.request is not None
+
+    def no_message(self, receive: _Receive, limit_s: float) -> CollectiveTimeoutError:
+        """Returns the error that says that nobody has sent."""
+        sender = "any rank" if receive.peer is None else f"rank {receive.peer}"
+        return CollectiveTimeoutError(
+            f"rank {self._transport.rank} waited {limit_s:.3g} s for a message from {sender} with tag {receive.tag}, "
+            f"none came; see whether a rank sends one, or raise the timeout"
+        )
 
     @property
     def timeout_s(self) -> float:
         """The transport's."""
         return self._transport.timeout_s
 
-    def receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
-        """As ``Transport.irecv``."""
-        self._start_listening()
-        if peer is None:
-            return _FromAny(self, flat, tag)
-        with self._changed:
-            self._left[peer, tag] -= 1
-        return self._transport.start(flat, peer, tag, is_send=False)
-
-    def match(self, flat: torch.Tensor, tag: int, timeout_s: float) -> _Routed | None:
-        """Starts receiving a message with ``tag`` from whoever has announced one; None if nobody has in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._sender(tag) is not None, timeout_s)
-            peer = self._sender(tag)
-            if peer is not None:
-                self._left[peer, tag] -= 1
-            elif self._error is not None:
-                raise self._error
-        return None if peer is None else self._transport.start(flat, peer, tag, is_send=False)
-
-    def no_sender(self, tag: int, limit_s: float) -> CollectiveTimeoutError:
-        """Returns the error that says that nobody has sent."""
-        return CollectiveTimeoutError(
-            f"rank {self._transport.rank} waited {limit_s:.3g} s for a message from any rank with tag {tag}, none "
-            f"came; see whether a rank sends one, or raise the timeout"
-        )
-
     def close(self) -> None:
         """Lets the listeners end; they do once their transports are closed."""
         self._is_closed = True
+
+    def _assign(self) -> None:
+        """Starts the receives whose sender is known, in the order in which they were asked for."""
+        undecided: set[int] = set()  # tags that a receive from any rank waits for
+        for receive in list(self._asked):
+            peer, tag = self._sender(receive.tag) if receive.peer is None else receive.peer, receive.tag
+            if peer is None:
+                undecided.add(tag)
+            elif tag not in undecided:
+                self._asked.remove(receive)
+                self._left[peer, tag] -= 1
+                try:
+                    receive.request = self._transport.start(receive.flat, peer, tag, is_send=False)
+                except PycommError as error:  # this may be a listener's thread
+                    receive.error = error
 
     def _sender(self, tag: int) -> int | None:
         return next((peer for (peer, its_tag), left in self._left.items() if its_tag == tag and left > 0), None)
@@ -276,38 +297,39 @@ class _Arrivals:
                 peer = self._transport.listen(part, tag)
                 with self._changed:
                     self._left[peer, int(tag)] += 1
+                    self._assign()
                     self._changed.notify_all()
-        except PycommError as error:  # for whoever waits for a message from any rank
+        except PycommError as error:  # for whoever waits for a message
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
 
-class _FromAny(Request):
-    """A receive that does not know its sender yet."""
+class _Receive(Request):
+    """A receive of a user's message. ``request`` is there once it is known which message it gets."""
 
-    def __init__(self, arrivals: _Arrivals, flat: torch.Tensor, tag: int) -> None:
+    def __init__(self, arrivals: _Arrivals, flat: torch.Tensor, peer: int | None, tag: int) -> None:
+        self.flat = flat
+        self.peer = peer
+        self.tag = tag
+        self.request: _Routed | None = None
+        self.error: PycommError | None = None
         self._arrivals = arrivals
-        self._flat = flat
-        self._tag = tag
-        self._request: _Routed | None = None
 
     @property
     def source(self) -> int:
         """The rank that sent the message; -1 until it is known."""
-        return -1 if self._request is None else self._request.source
+        return -1 if self.request is None else self.request.source
 
     def test(self) -> bool:
-        self._request = self._request or self._arrivals.match(self._flat, self._tag, 0.0)
-        return self._request is not None and self._request.test()
+        return self._arrivals.has_started(self, 0.0) and self.request is not None and self.request.test()
 
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self._arrivals.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        self._request = self._request or self._arrivals.match(self._flat, self._tag, limit_s)
-        if self._request is None:
-            raise self._arrivals.no_sender(self._tag, limit_s)
-        self._request.wait(max(deadline - time.monotonic(), 1e-3))
+        if not self._arrivals.has_started(self, limit_s) or self.request is None:
+            raise self._arrivals.no_message(self, limit_s)
+        self.request.wait(max(deadline - time.monotonic(), 1e-3))
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------

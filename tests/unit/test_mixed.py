@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from pycomm import CollectiveTimeoutError
 from pycomm.algorithms.executor import FIRST_TAG
 from pycomm.topology import Topology
 from pycomm.transport import mixed
@@ -33,6 +35,28 @@ def test_one_transport_where_one_carries_everything(hosts: str, expected: str) -
         assert (joined.inner, joined.outer) == (made["inner"], made["outer"])
     else:
         assert joined is made[expected] and len(made) == 1
+
+
+def test_receives_take_messages_in_the_order_in_which_they_were_asked_for() -> None:
+    """Also where the first is from any rank, and nobody has sent yet."""
+    inners, outers = LocalWorld(2, 20.0).transports, LocalWorld(3, 20.0).transports
+    topology = Topology.of_hosts("aab")
+    receiver, sender = (mixed.MixedTransport(inners[rank], outers[rank], topology) for rank in (0, 1))
+    boxes = [torch.zeros(1) for _ in range(4)]
+    first = receiver.irecv(boxes[0], None, 7)
+    second = receiver.irecv(boxes[1], 1, 7)
+    third = receiver.irecv(boxes[2], None, 7)
+    other_tag = receiver.irecv(boxes[3], 1, 8)
+    with pytest.raises(CollectiveTimeoutError, match="from rank 1 with tag 7"):  # which ends nothing
+        second.wait(0.01)
+    assert not third.test()
+    for tag, value in ((8, 4.0), (7, 1.0), (7, 2.0), (7, 3.0)):
+        sender.isend(torch.tensor([value]), 0, tag).wait()
+    for request in (third, second, other_tag, first):
+        request.wait()
+        assert request.source == 1
+    assert [float(box) for box in boxes] == [1.0, 2.0, 3.0, 4.0]
+    receiver.close()
 
 
 def test_a_failure_to_join_the_hosts_gives_the_host_back() -> None:
