@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import threading
 import time
@@ -182,8 +183,10 @@ def _drop_connections(transport: Any) -> None:
     store_port = getattr(store, "port", None)
     for name in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket, or closed meanwhile
+        except OSError:  # closed meanwhile
             continue
         with connection, contextlib.suppress(OSError):  # listening, or shut already
             is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM

@@ -1,7 +1,7 @@
 """Starts the ranks of a job: torch's elastic launcher, with settings that suit one host and exit codes that tell.
 
 All options of ``torchrun`` are understood. What differs: ``-n`` is short for ``--nproc-per-node``; on one host the
-ranks meet on loopback, at a port that is free, and nothing listens beyond it; OMP_NUM_THREADS shares out the cores; the
+ranks meet in a file without a name, and nothing listens (``_loopback.py``); OMP_NUM_THREADS shares out the cores; the
 exit code is that of the rank that failed first.
 """
 

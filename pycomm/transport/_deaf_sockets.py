@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -33,12 +34,13 @@ def listening_sockets() -> list[Listener]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # no socket, or closed meanwhile
-                inode = os.fstat(int(name)).st_ino
-                with _borrowed(int(name)) as each:
-                    is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
-                    if is_tcp and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found.append(Listener(int(name), inode))
+            with contextlib.suppress(OSError):  # closed meanwhile
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    with _borrowed(int(name)) as each:
+                        is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+                        if is_tcp and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            found.append(Listener(int(name), status.st_ino))
     return found
 
 
@@ -54,4 +56,10 @@ def deafen(listeners: Iterable[Listener]) -> None:
 
 
 def _borrowed(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
+    """Returns the socket with a descriptor of its own, to be closed."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -60,6 +60,9 @@ def run_off(how: str, rank: int) -> None:
     if how == "dropped":
         for _ in range(10):
             pycomm.all_reduce(torch.ones(NUMEL), async_op=True)
+        pycomm.isend(torch.ones(NUMEL), 1 - rank)
+        pycomm.irecv(torch.ones(NUMEL), 1 - rank)
+        pycomm.irecv(torch.ones(3), 1 - rank, tag=9)  # which nobody sends
     elif how == "alone":  # the other rank does not make the call; it closes the group
         if rank == 0:
             works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
@@ -68,10 +71,6 @@ def run_off(how: str, rank: int) -> None:
             works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
         else:
             time.sleep(13.0)
-    elif how == "messages":
-        works.append(pycomm.isend(torch.ones(NUMEL), 1 - rank))
-        works.append(pycomm.irecv(torch.ones(NUMEL), 1 - rank))
-        works.append(pycomm.irecv(torch.ones(3), 1 - rank, tag=9))
     elif how == "thread":  # in the middle of a synchronous call, which nobody ends
         threading.Thread(target=reduce_for_ever, daemon=True).start()
         time.sleep(0.1)
