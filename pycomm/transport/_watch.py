@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import select
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +75,7 @@ class Watch:
         self._store: Any = store
         self._members = [processes.members[member] for member in ranks] if processes.members else []
         self._poll = select.poll()
+        self._polling = threading.Lock()  # messages are waited for by several threads
         self._fds = {member.fd: index for index, member in enumerate(self._members) if member.fd >= 0}
         for fd in self._fds:
             self._poll.register(fd, select.POLLIN)
@@ -208,7 +210,8 @@ class Watch:
 
     def _find_dead(self) -> int:
         """Returns a rank whose process has ended, -1 if there is none in sight."""
-        found = [self._fds[fd] for fd, _ in self._poll.poll(0)]
+        with self._polling:
+            found = [self._fds[fd] for fd, _ in self._poll.poll(0)]
         found += [rank for rank, member in enumerate(self._members) if member.fd == _GONE]
         return min(found, default=-1)
 

@@ -31,12 +31,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import CollectiveTimeoutError, PycommError, TransportError
+from ..errors import CollectiveTimeoutError, PeerLostError, PycommError, TransportError
 from ..topology import Topology, detect_launch
 from ..types import ReduceOp
 from . import ConnectSpec
 from . import connect as connect_by
 from ._mixed_reduce import ColumnReduce
+from ._watched import WatchedTransport
 from ._wording import Remembered
 from .base import Request, Transport
 
@@ -163,9 +164,21 @@ class MixedTransport(Transport):
         except TransportError as error:
             if is_users and isinstance(error, CollectiveTimeoutError) and not self.is_broken:
                 raise
-            self._failure = Remembered.of(error)
+            cause = self._cause_of(error)
+            self._failure = Remembered.of(cause)
             self.close()
-            raise
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _cause_of(self, error: TransportError) -> TransportError:
+        """Returns what broke the group as a whole: ``inner`` numbers its ranks by itself, and if one of them has closed
+        it, that may be because another one has died.
+        """
+        if not isinstance(error, PeerLostError) or not isinstance(self.outer, WatchedTransport):
+            return error
+        failure = self.outer.watch.search(self.outer.calls)
+        return error if failure is None else self.outer.failed("a call", failure)
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
