@@ -415,7 +415,7 @@ class Group(Observed):
             return
         for child in list(self._children):
             child._close(deadline)
-        has_none_inside = all([closer() for closer in self._closers])
+        are_done = [closer() for closer in self._closers]
         self._is_closed = True
         self._refresh_fast()
         is_idle = self._is_idle_by(deadline)
@@ -426,7 +426,7 @@ class Group(Observed):
         self._worker.stop()
         if self._compression is not None:
             self._compression.close()
-        if is_idle and has_none_inside:  # else: pulling memory from under a call that runs would end the process
+        if is_idle and all(are_done):  # else: pulling memory from under a call that runs would end the process
             if self._engine is not None:
                 self._engine.close()
             self.transport.close()
