@@ -1,9 +1,10 @@
-"""Communication beside computation: a step whose halves take equally long alone, and an urgent message behind a large one.
+"""Communication beside computation: a step whose halves take equally long alone, and an urgent message behind a large
+one.
 
 Two ranks on two cores, each on a host of its own; the hosts are namespaces of this machine, joined by a cable of a
 chosen rate (pycomm/launch/two_hosts.py). The computation is tuned to take as long as the communication. As root:
 
-    python benchmarks/overlap.py --rate 1gbit
+    python benchmarks/overlap.py
 
 Bars: an overlapped step takes at most 1.25 times the longer half; an urgent 4 KiB all_reduce that is submitted behind
 one of 64 MiB returns within 15 % of that one's time.
@@ -160,7 +161,7 @@ def run_rank(options: argparse.Namespace) -> int:
 def main() -> int:
     """Starts two hosts, and on each of them this file as a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of the cable (default: %(default)s)")
+    parser.add_argument("--rate", default="200mbit", help="of the cable (default: %(default)s)")
     parser.add_argument("--bytes", type=parse_bytes, default="16MiB", help="of a step's gradients (%(default)s)")
     parser.add_argument("--buckets", type=int, default=16, help="that they come in (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="figures are medians over rounds (default: %(default)s)")

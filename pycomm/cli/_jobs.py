@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "answers", "find_jobs", "jobs_table", "rank_cells", "stack_lines", "verdicts"]
 
 ANSWER_S = 0.3
+COMMAND_CHARACTERS = 100  # of it, at most, are shown
 HUNG_S = 1.0  # in a call for so long: worth a verdict
 
 
@@ -30,6 +32,7 @@ class Job:
     number: int
     boards: list[Board]
     command: str
+    folder: str
 
     def groups(self) -> dict[int, list[tuple[Board, GroupOnBoard]]]:
         """Returns the open groups of two ranks and more, each with its ranks here."""
@@ -46,21 +49,27 @@ class Job:
             board.close()
 
 
-def find_jobs() -> list[Job]:
-    """Returns the jobs of this user on this host, those with living ranks."""
-    return [Job(number, boards, _command(boards)) for number, boards in sorted(boards_of_host().items())]
+def find_jobs(pid: int | None = None) -> list[Job]:
+    """Returns the jobs of this user on this host, those with living ranks; or the one that process ``pid`` is in."""
+    jobs = [Job(number, boards, *_command(boards)) for number, boards in sorted(boards_of_host().items())]
+    for job in jobs:
+        if pid is not None and all(board.pid != pid for board in job.boards):
+            job.close()
+    return [job for job in jobs if pid is None or any(board.pid == pid for board in job.boards)]
 
 
-def _command(boards: Sequence[Board]) -> str:
+def _command(boards: Sequence[Board]) -> tuple[str, str]:
+    """Returns the command of a job and the folder it runs in; paths of that folder are written without it."""
     for board in boards:
         try:
-            words = Path(f"/proc/{board.pid}/cmdline").read_bytes().split(b"\0")
+            words = Path(f"/proc/{board.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            folder = os.readlink(f"/proc/{board.pid}/cwd")
         except OSError:
             continue
-        text = " ".join(word.decode(errors="replace") for word in words if word)
-        if text:
-            return text
-    return "?"
+        if words[0]:
+            shown = [os.path.basename(words[0]), *(word.removeprefix(folder + "/") for word in words[1:] if word)]
+            return " ".join(shown)[:COMMAND_CHARACTERS], folder
+    return "?", ""
 
 
 def verdicts(job: Job, hung_s: float = HUNG_S) -> list[tuple[str, float, Verdict]]:
@@ -128,7 +137,7 @@ def _seconds(nanoseconds: int) -> str:
     return f"{max(0, nanoseconds) / 1e9:.1f} s"
 
 
-def stack_lines(answer: str | None) -> list[str]:
+def stack_lines(answer: str | None, folder: str) -> list[str]:
     """Returns the stacks of a process as lines, the innermost frame first, as ``stacks`` told them."""
     try:
         threads = json.loads(answer or "[]")
@@ -137,5 +146,5 @@ def stack_lines(answer: str | None) -> list[str]:
     lines = []
     for entry in threads:
         lines.append(f"thread {entry['thread']}{' (main)' if entry['is_main'] else ''}")
-        lines += [f"    {file}:{line} in {name}" for file, line, name in entry["frames"]]
+        lines += [f"    {file.removeprefix(folder + '/')}:{line} in {name}" for file, line, name in entry["frames"]]
     return lines

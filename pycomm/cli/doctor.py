@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -51,8 +52,7 @@ def show(report: dict[str, list[Fact]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    # A pipe has no width: give long values room instead of cutting them at 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=_width())
     for title, facts in report.items():
         table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(min_width=22, no_wrap=True)
@@ -66,16 +66,20 @@ def show(report: dict[str, list[Fact]]) -> None:
         console.print()
 
 
-def show_jobs(with_stacks: bool) -> int:
-    """Prints the jobs of this user on this host, and who keeps them waiting; returns how many jobs there are."""
+def show_jobs(with_stacks: bool, pid: int | None = None, svg: str | None = None) -> int:
+    """Prints the jobs of this user on this host, and who keeps them waiting; returns how many jobs there are.
+
+    ``pid`` narrows it to the job of that process; ``svg`` is a file to draw what is printed into.
+    """
     from rich.console import Console
+    from rich.markup import escape
 
     from ..errors import NativeUnavailableError
     from . import _jobs
 
-    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True)
+    console = Console(width=_width(), record=svg is not None)
     try:
-        jobs = _jobs.find_jobs()
+        jobs = _jobs.find_jobs(pid)
     except NativeUnavailableError as error:
         console.print(str(error))
         return 0
@@ -84,16 +88,25 @@ def show_jobs(with_stacks: bool) -> int:
         console.print(_jobs.jobs_table(job, told))
         for group, waited_s, verdict in _jobs.verdicts(job):
             console.print(
-                f"\n[bold]group {group!r} has waited for {waited_s:.1f} s[/]: {verdict.text}", highlight=False
+                f"\n[bold]group {group!r} has waited for {waited_s:.1f} s[/]: {escape(verdict.text)}", highlight=False
             )
         for board, answer in zip(job.boards, told, strict=True) if with_stacks else ():
             console.print(f"\nrank {board.rank} (pid {board.pid})", style="bold", highlight=False)
-            console.print("\n".join(_jobs.stack_lines(answer)) or "no answer", markup=False, highlight=False)
+            console.print(
+                "\n".join(_jobs.stack_lines(answer, job.folder)) or "no answer", markup=False, highlight=False
+            )
         console.print()
         job.close()
     if not jobs:
         console.print("no job of this user runs on this host")
+    if svg is not None:
+        console.save_svg(svg, title="pycomm doctor --jobs")
     return len(jobs)
+
+
+def _width() -> int | None:
+    """A pipe has no width: give long values room instead of cutting them at 80 columns."""
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
 
 
 def _words(value: object) -> str:
@@ -107,9 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pycomm doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--jobs", action="store_true", help="only the jobs that run, with the stacks of their ranks")
+    parser.add_argument("--pid", type=int, help="with --jobs: only the job that this process is a rank of")
+    parser.add_argument("--svg", help="also draw what --jobs prints into this file")
     args = parser.parse_args(None if argv is None else list(argv))
     if args.jobs:
-        return 0 if show_jobs(with_stacks=True) else 1
+        return 0 if show_jobs(True, args.pid, args.svg) else 1
     report = collect()
     if args.json:
         print(to_json(report))

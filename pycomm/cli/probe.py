@@ -41,10 +41,14 @@ def heat_map(title: str, matrix: Sequence[Sequence[float]], is_low_good: bool) -
             # Links that are within a quarter of each other have one colour: noise is no finding.
             badness = 0.0 if high <= 1.25 * low else (value - low) / (high - low)
             badness = badness if is_low_good or high <= 1.25 * low else 1.0 - badness
-            style = f"black on rgb({round(90 + 165 * badness)},{round(200 - 120 * badness)},90)"
-            cells.append(Text("-", style="dim") if i == j else Text(f"{value:^8.3g}", style=style))
+            style = f"rgb(0,0,0) on rgb({round(90 + 165 * badness)},{round(200 - 120 * badness)},90)"
+            cells.append(Text("-", style="dim") if i == j else Text(f"{_three_digits(value):^8}", style=style))
         table.add_row(str(i), *cells)
     return table
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _show(links: Links, nbytes: int, options: argparse.Namespace) -> None:

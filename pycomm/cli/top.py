@@ -6,6 +6,7 @@ It reads the boards of the ranks (docs/diagnosis.md), so a job needs no preparat
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -141,8 +142,8 @@ def _all(jobs: Sequence[Job], rates: Rates) -> RenderableType:
     return Group(*(frame(job, rates) for job in jobs)) if jobs else Text("no job of this user runs on this host")
 
 
-def _look(rates: Rates) -> RenderableType:
-    jobs = find_jobs()
+def _look(rates: Rates, pid: int | None) -> RenderableType:
+    jobs = find_jobs(pid)
     try:
         return _all(jobs, rates)
     finally:
@@ -158,14 +159,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pycomm top", description=__doc__)
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print one picture, of one interval, and end")
+    parser.add_argument("--pid", type=int, help="only the job that this process is a rank of")
     parser.add_argument("--svg", help="also draw that picture into this file; with --once")
     options = parser.parse_args(None if argv is None else list(argv))
-    console = Console(record=options.svg is not None, width=None if sys.stdout.isatty() else 130)
+    console = Console(
+        record=options.svg is not None, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 130
+    )
     rates = Rates()
-    picture = _look(rates)
+    picture = _look(rates, options.pid)
     if options.once:
         time.sleep(options.every)
-        console.print(_look(rates))
+        console.print(_look(rates, options.pid))
         if options.svg:
             console.save_svg(options.svg, title="pycomm top")
         return 0
@@ -173,6 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Live(picture, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(options.every)
-                live.update(_look(rates), refresh=True)
+                live.update(_look(rates, options.pid), refresh=True)
     except KeyboardInterrupt:
         return 0

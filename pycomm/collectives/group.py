@@ -413,9 +413,9 @@ class Group(Observed):
     def _close(self, deadline: float) -> None:
         if self._is_closed:
             return
+        are_done = [closer() for closer in self._closers]
         for child in list(self._children):
             child._close(deadline)
-        are_done = [closer() for closer in self._closers]
         self._is_closed = True
         self._refresh_fast()
         is_idle = self._is_idle_by(deadline)

@@ -297,6 +297,14 @@ def _descriptors(pid: int) -> Iterator[tuple[str, int]]:
                     yield path, os.stat(path).st_ino
 
 
+def _own_pid(pid: int) -> int:
+    """Returns a process's number in its own pid namespace."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
+    return -1
+
+
 def boards_of_host() -> dict[int, list[Board]]:
     """Returns the boards of all jobs of this user on this host, by job, ordered by rank.
 
@@ -306,10 +314,12 @@ def boards_of_host() -> dict[int, list[Board]]:
     found: dict[int, Board] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         for path, inode in _descriptors(pid):
-            if inode in found:
-                continue
-            with contextlib.suppress(OSError, TransportError):
-                found[inode] = Board(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            if inode not in found:
+                with contextlib.suppress(OSError, TransportError):
+                    found[inode] = Board(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            board = found.get(inode)
+            if board is not None and board.pid != pid and _own_pid(pid) == board.pid:
+                board.pid = pid  # it runs in a container, which has numbers of its own
     jobs: dict[int, list[Board]] = {}
     for board in sorted(found.values(), key=lambda each: each.rank):
         if board.job:

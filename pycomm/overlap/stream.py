@@ -1,15 +1,17 @@
 """CommStream: collectives that go on while Python computes.
 
-On the CPU one thread a stream moves them. It runs native code and sleeps in a futex while it waits, without Python's
-lock, so it takes little from the computation; large transfers are cut into segments, so that an urgent small one
-overtakes (``scheduler.py`` says in which order, and why all ranks keep to it). A stream has a group of its own, so its
-calls and the caller's do not get into each other's way. CUDA tensors take ``cuda.py``.
+On the CPU one thread a stream decides what goes next (``scheduler.py`` says in which order, and why all ranks keep to
+it) and the worker threads of its *lanes*, groups of the same ranks, move it: in native code, asleep while they wait,
+and without Python's lock, so they take little from the computation. Between hosts there are two lanes, so that one's
+bytes are on the wire while the other's ranks agree and wake up. Large transfers are cut into segments, so that an
+urgent small one overtakes. CUDA tensors take ``cuda.py``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -27,13 +29,15 @@ from ..types import ReduceOp
 from .cuda import CudaLane
 from .report import OverlapReport, Stopwatch
 from .scheduler import Item, Scheduler
+from .slices import quick_switches, short_slices, shorten_slice
 
 __all__ = ["CommStream", "StreamWork"]
 
-SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES = 2 << 20
 _CLOSE_TIMEOUT_S = 10.0
 _FIRST_BYTES_PER_S = 1e9  # before anything was measured
 _WEIGHT = 0.25  # of the last segment in the bandwidth
+_ON_ONE_HOST = ("shm", "local")  # where moving is the cores' own work: a second lane would only take from the first
 
 
 class StreamWork(Work):
@@ -66,10 +70,15 @@ class CommStream:
         if segment_bytes < 1:
             raise ConfigError(f"segment_bytes: expected at least 1, got {segment_bytes}")
         parent = resolve(group)
-        made = parent.subgroup(list(range(parent.world_size)), f"{parent.name}/{name}")
-        assert made is not None, "every rank of the parent is a member"
         self.name = name
-        self.group: Group = made
+        lanes = 1 if parent.transport.name in _ON_ONE_HOST else 2
+        with short_slices():  # also for the threads of the transport
+            self.group = _same_ranks(parent, f"{parent.name}/{name}")  # where the ranks agree
+            self._lanes = [_same_ranks(self.group, f"{self.group.name}.{lane}") for lane in range(lanes)]
+        self._turn = 0
+        self._outstanding: deque[Work] = deque()
+        self._pending = 0  # items that are not complete
+        self._last_end_s = 0.0
         self._segment_bytes = segment_bytes
         self._scheduler = Scheduler()
         self._watch = Stopwatch()
@@ -78,7 +87,7 @@ class CommStream:
         self._is_closed = False
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._cuda: CudaLane | None = None
-        made.add_closer(self._stop)
+        self.group.add_closer(self._stop)
 
     # -- submitting --------------------------------------------------------------------------------------------------
 
@@ -89,11 +98,11 @@ class CommStream:
         are those of ``pycomm.all_reduce``.
         """
 
-        def run(part: torch.Tensor) -> None:
-            all_reduce(part, op, self.group, **options)
+        def run(part: torch.Tensor, lane: Group) -> Work | None:
+            return all_reduce(part, op, lane, async_op=not part.is_cuda, **options)
 
         if tensor.is_cuda:
-            return self._submit_cuda(lambda: run(tensor), [tensor])
+            return self._submit_cuda(lambda: run(tensor, self._lanes[0]), [tensor])
         parts: Sequence[torch.Tensor] = [tensor]
         if tensor.is_contiguous() and tensor.nbytes > self._segment_bytes and options.get("compression") is None:
             parts = (
@@ -104,10 +113,10 @@ class CommStream:
                 )
             )
         segments = [partial(run, part) for part in parts]
-        return self._submit(segments, priority, parts[0].nbytes, tensor, "all_reduce")
+        return self._submit(segments, priority, parts[0].nbytes, tensor, "all_reduce", tensor)
 
     def submit(self, fn: Callable[[Group], Any], *, priority: int = 0, hold: Any = None, nbytes: int = 0) -> Work:
-        """Calls ``fn(group)`` on the stream, where ``group`` is the stream's own; the Work has what it returns.
+        """Calls ``fn(group)`` on the stream, where ``group`` is one of the stream's own; the Work has what it returns.
 
         ``hold`` is kept alive until then. ``nbytes`` says about how much it moves, for the credit. ``fn`` may make
         several collectives; nothing overtakes it once it has begun.
@@ -116,19 +125,25 @@ class CommStream:
             each for each in (hold if isinstance(hold, (list, tuple)) else [hold]) if isinstance(each, torch.Tensor)
         ]
         if any(tensor.is_cuda for tensor in held):
-            return self._submit_cuda(lambda: fn(self.group), held)
-        return self._submit([partial(fn, self.group)], priority, nbytes, hold, getattr(fn, "__name__", "submitted"))
+            return self._submit_cuda(lambda: fn(self._lanes[0]), held)
+        return self._submit([fn], priority, nbytes, hold, getattr(fn, "__name__", "submitted"))
 
     def _submit(
-        self, segments: Sequence[Callable[[], Any]], priority: int, segment_bytes: int, hold: Any, what: str
+        self,
+        segments: Sequence[Callable[[Group], Any]],
+        priority: int,
+        segment_bytes: int,
+        hold: Any,
+        what: str,
+        result: Any = None,
     ) -> Work:
         with self._changed:
             if self._is_closed:
                 raise TransportError(f"stream {self.name!r} is closed on rank {self.group.rank}; make a new one")
             number = self._scheduler.submitted + 1
             work = StreamWork(f"{what} (item {number} of stream {self.name!r} on rank {self.group.rank})", self._watch)
-            result = hold if len(segments) > 1 else None
             self._scheduler.add(Item(segments, priority, segment_bytes, _Under(work, hold, result)))
+            self._pending += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"pycomm-stream-{self.name}", daemon=True)
                 self._thread.start()
@@ -147,7 +162,7 @@ class CommStream:
         """Blocks this thread until every item is complete or has failed; False if ``timeout_s`` ran out before."""
         start_s = time.perf_counter()
         with self._changed:
-            is_idle = self._changed.wait_for(lambda: not self._scheduler.has_work and not self._is_moving, timeout_s)
+            is_idle = self._changed.wait_for(lambda: self._pending == 0, timeout_s)
         self._watch.waited(time.perf_counter() - start_s)
         return is_idle
 
@@ -177,27 +192,34 @@ class CommStream:
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    _is_moving = False
-
     def _run(self) -> None:
+        shorten_slice()
         while True:
             with self._changed:
-                self._is_moving = False
-                self._changed.notify_all()
                 self._changed.wait_for(lambda: self._scheduler.has_work or self._is_closed)
                 if not self._scheduler.has_work:
-                    return
-                self._is_moving = True
-                submitted = self._scheduler.submitted
-            try:
-                agreed, bytes_per_s = self._agree(submitted)
-            except BaseException as error:  # the group is broken: nothing that was submitted can be moved
-                self._fail_all(error)
-                continue
-            with self._changed:
-                chosen = self._scheduler.grant(agreed, bytes_per_s)
-            for item, segment in chosen:
-                self._move(item, segment)
+                    break
+            with quick_switches():
+                while self._has_more():
+                    self._move_some()
+                self._keep_outstanding(0)
+
+    def _has_more(self) -> bool:
+        return self._scheduler.has_work
+
+    def _move_some(self) -> None:
+        """One agreement, and what it grants."""
+        with self._changed:
+            submitted = self._scheduler.submitted
+        try:
+            agreed, bytes_per_s = self._agree(submitted)
+        except BaseException as error:  # the group is broken: nothing that was submitted can be moved
+            self._fail_all(error)
+            return
+        with self._changed:
+            chosen = self._scheduler.grant(agreed, bytes_per_s)
+        for item, segment in chosen:
+            self._start(item, segment)
 
     def _agree(self, submitted: int) -> tuple[int, float]:
         """Returns how many items all ranks have submitted, and the least bandwidth that any of them measured."""
@@ -206,29 +228,63 @@ class CommStream:
         agreed, bytes_per_s = mine.tolist()
         return agreed, float(bytes_per_s)
 
-    def _move(self, item: Item, segment: Callable[[], Any]) -> None:
-        under: _Under = item.context
+    def _start(self, item: Item, segment: Callable[[Group], Any]) -> None:
+        """Starts one segment on the next lane; returns as soon as a lane is free for another one."""
+        lane = self._lanes[self._turn % len(self._lanes)]
+        self._turn += 1
         start_s = time.perf_counter()
         try:
-            answer = None if under.error is not None else segment()
+            answer = None if item.context.error is not None else segment(lane)
         except BaseException as error:
-            under.error = error
+            self._ended(item, start_s, None, error)
+            return
+        if not isinstance(answer, Work):
+            self._ended(item, start_s, answer, None)
+            return
+        self._outstanding.append(answer)
+        answer.then(lambda work: self._ended(item, start_s, None, work.exception()))
+        self._keep_outstanding(len(self._lanes) - 1)
+
+    def _keep_outstanding(self, most: int) -> None:
+        while len(self._outstanding) > most:
+            self._outstanding.popleft().future.exception()  # waits; what went wrong, the item has been told
+
+    def _ended(self, item: Item, start_s: float, answer: Any, error: BaseException | None) -> None:
+        """A segment is complete, or has failed; called in the thread that moved it."""
+        under: _Under = item.context
+        with self._changed:
+            now_s = time.perf_counter()
+            elapsed_s = now_s - max(start_s, self._last_end_s)  # what the lanes move at one time counts once
+            self._last_end_s = now_s
+            self._watch.moved(elapsed_s, item.segment_bytes)
+            if item.segment_bytes >= self._segment_bytes // 2 and elapsed_s > 0:
+                self._bytes_per_s += _WEIGHT * (item.segment_bytes / elapsed_s - self._bytes_per_s)
+            under.error = under.error or error
+            under.moved += 1
+            is_last = under.moved == (item.done if under.is_given_up else len(item.segments))
+        if is_last:
+            self._finish(item, answer)
+
+    def _finish(self, item: Item, answer: Any) -> None:
+        under: _Under = item.context
+        result, under.hold, under.result = under.result if answer is None else answer, None, None
+        if under.error is not None:
+            under.work.set_exception(under.error)
         else:
-            under.result = answer if under.result is None else under.result
-        elapsed_s = time.perf_counter() - start_s
-        self._watch.moved(elapsed_s, item.segment_bytes)
-        if item.segment_bytes >= self._segment_bytes // 2 and elapsed_s > 0:
-            self._bytes_per_s += _WEIGHT * (item.segment_bytes / elapsed_s - self._bytes_per_s)
-        under.moved += 1
-        if under.moved == len(item.segments):
-            under.finish()
+            under.work.set_result(result)
+        with self._changed:
+            self._pending -= 1
+            self._changed.notify_all()
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
             items = self._scheduler.give_up()
-        for item in items:
-            item.context.error = item.context.error or error
-            item.context.finish()
+            for item in items:
+                item.context.error = item.context.error or error
+                item.context.is_given_up = True
+            idle = [item for item in items if item.context.moved == item.done]
+        for item in idle:  # the others are finished by their segments that are under way
+            self._finish(item, None)
 
 
 class _Under:
@@ -237,14 +293,13 @@ class _Under:
     def __init__(self, work: StreamWork, hold: Any, result: Any) -> None:
         self.work = work
         self.hold = hold
-        self.result = result
+        self.result = result  # unless the call returns something
         self.error: BaseException | None = None
-        self.moved = 0
+        self.moved = 0  # segments
+        self.is_given_up = False  # no further ones will come
 
-    def finish(self) -> None:
-        """Completes the handle, or fails it, and lets go of what was held."""
-        self.hold = None
-        if self.error is not None:
-            self.work.set_exception(self.error)
-        else:
-            self.work.set_result(self.result)
+
+def _same_ranks(parent: Group, name: str) -> Group:
+    made = parent.subgroup(list(range(parent.world_size)), name)
+    assert made is not None, "every rank of the parent is a member"
+    return made

@@ -20,8 +20,9 @@ PROCESSES = [param for param in transport_params() if param.values[0] not in ("l
 
 
 def doctor() -> str:
-    command = [sys.executable, "-m", "pycomm", "doctor", "--jobs"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    command = [sys.executable, "-m", "pycomm", "doctor", "--jobs", "--pid", str(os.getpid())]
+    environ = {**os.environ, "COLUMNS": "250"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ).stdout
 
 
 def late_in_my_function(path: str) -> None:
@@ -75,11 +76,3 @@ def look_as_nobody(rank: int) -> bool:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_the_board_has_no_name_and_is_closed_to_other_users() -> None:
     assert run_ranks(2, look_as_nobody) == [True, True]
-
-
-def count_boards(rank: int) -> int:
-    """How many boards a process holds when its job is over."""
-    pycomm.all_reduce(torch.ones(3))
-    pycomm.finalize()
-    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdigit()]
-    return sum("pycomm-board" in link for link in links)
