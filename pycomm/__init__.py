@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from .engines.mesh import Mesh
     from .engines.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
     from .engines.pipeline.pipeline import Pipeline
+    from .engines.sampler import DistributedSampler
     from .monitor.integrity import verify
     from .overlap.stream import CommStream
 
@@ -100,6 +101,7 @@ _MODULE_OF = {
         "engines.ddp": "DistributedDataParallel",
         "engines.mesh": "Mesh",
         "engines.pipeline.pipeline": "Pipeline",
+        "engines.sampler": "DistributedSampler",
         "engines.optimizer": "DistributedOptimizer broadcast_optimizer_state broadcast_parameters",
         "monitor.integrity": "verify",
         "overlap.stream": "CommStream",
@@ -120,6 +122,7 @@ __all__ = [
     "ConfigError",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "DistributedSampler",
     "Group",
     "Mesh",
     "NativeUnavailableError",

@@ -2,7 +2,6 @@
 
     flat (numel,) on each rank  ->  its mean over the ranks, in place            ``start_mean``
     tensor on each rank         ->  its sum over the ranks, in place             ``start_sum``
-    flat (world_size * numel,)  ->  this rank's shard of the mean                ``start_shard_mean``
 
 The division by the number of ranks happens here (op AVG) and nowhere else. Everything a rank must know to take part
 follows from the sizes: none asks another.
@@ -17,7 +16,7 @@ import torch
 
 import pycomm
 
-__all__ = ["Named", "Waitable", "Wire", "start_mean", "start_shard_mean", "start_sum"]
+__all__ = ["Named", "Waitable", "Wire", "start_mean", "start_sum"]
 
 
 class Waitable(Protocol):
@@ -65,16 +64,6 @@ def start_mean(wire: Wire, flat: torch.Tensor, parts: Sequence[Named]) -> Waitab
         for part in parts:
             pycomm.all_reduce(part.view, average, wire.group, compression=wire.compression, name=part.name)
     return calls if wire.is_async else None
-
-
-def start_shard_mean(wire: Wire, shard: torch.Tensor, flat: torch.Tensor, name: str) -> Waitable | None:
-    """Starts to write this rank's part of the mean of ``flat (world_size * numel,)`` to ``shard (numel,)``.
-
-    The shard may be this rank's own part of ``flat``. None if that is done on return.
-    """
-    average = pycomm.ReduceOp.AVG
-    options = {} if wire.compression is None else {"compression": wire.compression, "name": name}
-    return pycomm.reduce_scatter_single(shard, flat, average, wire.group, wire.is_async, **options)
 
 
 def start_sum(wire: Wire, tensor: torch.Tensor) -> Waitable | None:
