@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "../shm/board.h"
+#include "gil.h"
 
 namespace py = pybind11;
 
@@ -14,7 +15,7 @@ using shm::Board;
 using shm::BoardHeader;
 using shm::BoardLayout;
 using shm::Log;
-using NoGil = py::call_guard<py::gil_scoped_release>;
+using NoGil = py::call_guard<WithoutGil>;
 
 std::int64_t nanoseconds(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
 
