@@ -137,7 +137,7 @@ class AutoCompression:
 
 
 def _decide(call: Squeezed, wire: Wire, specs: Sequence[str], times: list[float]) -> AutoDecision:
-    """Chooses; ``times``: none, the part of it inside the host, then encoding and decoding an element of each spec."""
+    """Chooses; ``times``: none, adding up inside the host, then encoding and decoding an element of each spec."""
     plain_s, inside_s, codecs = times[0], times[1], times[2:]
     source = call.collective.input
     assert source is not None
@@ -220,7 +220,7 @@ def _codec_times(spec: str, sample: torch.Tensor) -> list[float]:
 
 
 def _inside_time(call: Squeezed, wire: Wire) -> float:
-    """Returns the seconds of what stays inside a host when compression applies between hosts; 0 where it does not."""
+    """Returns the seconds that a host takes to add up, when compression applies between hosts; 0 where it does not."""
     source = call.collective.input
     if wire.inside is None or source is None:
         return 0.0
@@ -228,12 +228,7 @@ def _inside_time(call: Squeezed, wire: Wire) -> float:
     part_numel = source.numel() // inside.world_size
     whole = inside.workspace.take("padded", part_numel * inside.world_size, torch.float32, source.device)
     part = inside.workspace.take("shard", part_numel, torch.float32, source.device)
-
-    def there_and_back() -> None:
-        inside.reduce_scatter(part, whole)
-        inside.all_gather(whole, part)
-
-    return _fastest(there_and_back, source.device)
+    return _fastest(lambda: inside.reduce_scatter(part, whole), source.device)
 
 
 def _fastest(action: Callable[[], None], device: torch.device, rounds: int = 3) -> float:
