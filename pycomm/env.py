@@ -74,6 +74,12 @@ _TABLE = (
         "prints them",
     ),
     Variable(
+        name="PYCOMM_TORCH_COMPRESSION",
+        parse=_text,
+        default="",
+        meaning="compression of process groups of the torch.distributed backend, such as int8, if they name none",
+    ),
+    Variable(
         name="PYCOMM_CACHE_DIR",
         parse=_text,
         default="",

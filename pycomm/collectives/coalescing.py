@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from ..errors import ConfigError
 from ..types import ReduceOp
-from .context import Options, resolve
+from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve
 from .group import Group
-from .tensors import Flat
-from .verbs import run_all_reduce
+from .tensors import Flat, as_tensor, check_disjoint, flatten
+from .verbs import check_op, run_all_reduce
 from .work import Work
 
 if TYPE_CHECKING:
     from ..compression import Part
 
-__all__ = ["Coalescing", "coalescing"]
+__all__ = ["Coalescing", "all_reduce_coalesced", "coalescing"]
 
 
 class _Bucket:
@@ -78,6 +78,11 @@ class Coalescing:
             if work is not None:
                 self._works.append(work)
 
+    @property
+    def works(self) -> list[Work]:
+        """The handles of what was collected, if it runs asynchronously."""
+        return list(self._works)
+
 
 @contextmanager
 def coalescing(group: Any = None, async_op: bool = False) -> Iterator[Coalescing]:
@@ -96,6 +101,27 @@ def coalescing(group: Any = None, async_op: bool = False) -> Iterator[Coalescing
     finally:
         g.pending = None
     manager.flush()
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Any], op: OpLike, group: Any, async_op: bool, **options: Unpack[CallOptions]
+) -> list[Work] | None:
+    """Reduces all of ``tensors`` in place, by one call for each dtype; returns its handles if ``async_op`` is true.
+
+    For the torch.distributed backend, in threads that open no context; others use ``coalescing``.
+    """
+    g, parsed = resolve(group), parse_options(**options)
+    manager = Coalescing(g, async_op)
+    with g.scope("all_reduce"):
+        reduce_op, factor = parse_op(op)
+        dense = [as_tensor(each, f"tensors[{index}]", writes=True) for index, each in enumerate(tensors)]
+        check_disjoint([(f"tensors[{index}]", each) for index, each in enumerate(dense)])
+        for each, tensor in zip(dense, tensors, strict=True):
+            check_op(each.dtype, reduce_op)
+            flat = flatten(each, reads=True, writes=True, devices=g.transport.devices)
+            manager.add(flat, reduce_op, factor, parsed, tensor, async_op=False)
+    manager.flush()
+    return manager.works or None
 
 
 def _fuse(flats: list[Flat]) -> tuple[list[Flat], torch.Tensor]:

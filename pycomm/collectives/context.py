@@ -120,6 +120,9 @@ def _wrap_torch(group: Any) -> Group:
         raise ConfigError(
             f"group: expected a pycomm.Group, a torch ProcessGroup or None, got {type(group).__name__}: {group!r}"
         )
+    own = _own_group(group)
+    if own is not None:
+        return own
     with state.lock:
         found = state.torch_groups.get(group)
         if found is None:
@@ -130,6 +133,18 @@ def _wrap_torch(group: Any) -> Group:
             found = Group(transport, name, dist.get_process_group_ranks(group), lambda _: _forget(group))
             state.torch_groups[group] = found
         return found
+
+
+def _own_group(group: ProcessGroup) -> Group | None:
+    """Returns the Group inside a process group of the backend "pycomm", None for those of other backends."""
+    import torch
+
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has none for the CPU
+        return None
+    found = getattr(backend, "pycomm_group", None)
+    return found if isinstance(found, Group) else None
 
 
 def _forget(group: ProcessGroup) -> None:

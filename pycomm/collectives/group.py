@@ -229,13 +229,23 @@ class Group(Observed):
         """Waits until no asynchronous call, each bounded by its timeout, is outstanding: the turn of the next one."""
         if self._worker.is_free:
             return
-        if self._worker.is_this_thread:
+        if self._worker.is_this_thread and not self._worker.is_idle:
             raise ConfigError(
                 f"a callback of Work.then called group {self.name!r} on its worker thread, which would wait for "
                 f"itself; use another group there, or call after wait()"
             )
         self._worker.wait()
         self._refresh_fast()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no asynchronous call is outstanding, so that ``settle`` would not block."""
+        if self._worker.is_free:
+            return True
+        if not self._worker.is_idle:
+            return False
+        self.settle()
+        return True
 
     def check_open(self) -> None:
         """Raises TransportError if this group has been closed."""

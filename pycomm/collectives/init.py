@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = [
+    "connect_group",
     "finalize",
     "get_group",
     "init",
@@ -225,36 +226,15 @@ def join_ranks(store: Store, rank: int, world_size: int, config: Config) -> Grou
 def _join(store: Store, launch: LaunchInfo, config: Config) -> Group:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as above
 
-    table = load_table(config.algorithms)
+    rank, world_size, table = launch.rank, launch.world_size, load_table(config.algorithms)
     own = make_boards(config.monitor)
-    host_ids, addresses = exchange_hosts(
-        store,
-        launch.rank,
-        launch.world_size,
-        config.transport,
-        table,
-        config.timeout_s,
-        None if own is None else own.address(),
-    )
+    address = None if own is None else own.address()
+    host_ids, addresses = exchange_hosts(store, rank, world_size, config.transport, table, config.timeout_s, address)
     if own is not None:
-        own.meet(addresses, host_ids, launch.rank)
-    name = _choose_transport(config.transport, host_ids)
-    spec = ConnectSpec(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        store=PrefixStore(name, store),
-        host_ids=host_ids,
-        timeout_s=config.timeout_s,
-    )
-    transport = connect(name, spec)
-    try:
-        meet(transport)
-    except BaseException:
-        transport.close()
-        raise
-    _log.info("rank %d of %d joined by transport %s", launch.rank, launch.world_size, name)
+        own.meet(addresses, host_ids, rank)
+    transport = _connect(store, rank, config, host_ids, "world")
     says_local = launch.launcher != "none" and launch.local_world_size > 1
-    state.local_rank = launch.local_rank if says_local else host_ids[: launch.rank].count(host_ids[launch.rank])
+    state.local_rank = launch.local_rank if says_local else host_ids[:rank].count(host_ids[rank])
     selector = Selector(transport, Topology.of_hosts(host_ids), table)
     state.world = Group(transport, "world", on_close=_forget_world, selector=selector)
     _set_exit_handlers()
@@ -262,6 +242,41 @@ def _join(store: Store, launch: LaunchInfo, config: Config) -> Group:
     if own is not None:
         watched(state.world, PrefixStore("monitor", store), config, host_ids)
     return state.world
+
+
+def connect_group(
+    store: Store, rank: int, world_size: int, config: Config, name: str, ranks: Sequence[int] | None = None
+) -> Group:
+    """Joins ranks that meet in ``store``, as ``join_ranks`` does, in a group that is nobody's default and that its
+    owner closes. ``ranks`` are the global ranks of its members.
+    """
+    table = load_table(config.algorithms)
+    host_ids, _ = exchange_hosts(store, rank, world_size, config.transport, table, config.timeout_s, None)
+    transport = _connect(store, rank, config, host_ids, name)
+    return Group(transport, name, ranks, selector=Selector(transport, Topology.of_hosts(host_ids), table))
+
+
+def _connect(store: Store, rank: int, config: Config, host_ids: tuple[str, ...], name: str) -> Transport:
+    """Connects the transport of a group called ``name`` and meets its other ranks."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as above
+
+    kind, world_size = _choose_transport(config.transport, host_ids), len(host_ids)
+    spec = ConnectSpec(
+        rank=rank,
+        world_size=world_size,
+        store=PrefixStore(kind, store),
+        host_ids=host_ids,
+        timeout_s=config.timeout_s,
+    )
+    transport = connect(kind, spec)
+    transport.group_name = name
+    try:
+        meet(transport)
+    except BaseException:
+        transport.close()
+        raise
+    _log.info("rank %d of %d of group %r joined by transport %s", rank, world_size, name, kind)
+    return transport
 
 
 def _choose_transport(name: str, host_ids: tuple[str, ...]) -> str:

@@ -20,7 +20,7 @@ from .group import Group
 from .tensors import as_tensor, flatten
 from .work import RequestWork, Work, forget_ended
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "start_message"]
 
 _MAX_TAG = FIRST_OWN_TAG - 1
 
@@ -124,11 +124,29 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     return [works[index] for index in range(len(p2p_op_list))]
 
 
-def _start(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, result: Any) -> Work:
-    """Hands the message to the transport, after what the group has outstanding."""
+def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+    """Starts "isend" or "irecv" with a rank of the group (None: any) and returns its handle, whose ``source_rank`` is a
+    rank of the group too. For the torch.distributed backend, whose messages keep no order with collectives.
+    """
+    g.check_open()
+    with g.scope(verb):
+        t = as_tensor(tensor, "tensor", writes=verb == "irecv")
+        if peer is not None and not 0 <= peer < g.world_size:
+            raise ConfigError(f"expected a rank of the group, 0 to {g.world_size - 1}, got {peer}")
+        return _start(g, verb, t, peer, _checked_tag(tag), tensor, in_order=False)
+
+
+def _start(
+    g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, result: Any, in_order: bool = True
+) -> Work:
+    """Hands the message to the transport, after what the group has outstanding.
+
+    Not ``in_order``: at once, where the transport can, and the handle tells ranks of the group.
+    """
     is_receive = verb == "irecv"
     flat = flatten(tensor, reads=not is_receive, writes=is_receive, devices=g.transport.devices)
-    g.settle()
+    if in_order or not g.transport.messages_are_free:
+        g.settle()
     if g.orphans:
         forget_ended(g.orphans)
     if is_receive:
@@ -140,7 +158,7 @@ def _start(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int
     description = (
         f"{verb} {'from' if is_receive else 'to'} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
     )
-    to_global = g.ranks.__getitem__
+    to_global: Callable[[int], int] = g.ranks.__getitem__ if in_order else int
     return RequestWork(description, request, flat.finish, result, to_global, g.scope(verb), g.orphans)
 
 

@@ -28,6 +28,11 @@ class Worker:
         return self._last is None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether every job is done, so that ``wait`` would not block."""
+        return self._last is None or self._last.done()
+
+    @property
     def is_this_thread(self) -> bool:
         """Whether the caller runs on the worker's own thread: it may not wait for itself."""
         return threading.current_thread() is self._thread

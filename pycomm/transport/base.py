@@ -67,6 +67,9 @@ class Transport(ABC):
     yet and the ordinary path must serve (it also words the error). They are what a call of a few hundred nanoseconds
     is made of.
 
+    ``messages_are_free`` says that messages move by themselves, and that any thread may start one, at any time: also
+    while another is inside a collective.
+
     ``segment_bytes`` is about what one message of a plan should carry: large enough that its start costs little beside
     it, small enough that the next is on its way while this one is added. Equal on all ranks.
     """
@@ -77,6 +80,7 @@ class Transport(ABC):
     devices: frozenset[str] = frozenset({"cpu"})
     fast: Mapping[str, Callable[..., bool]] = MappingProxyType({})
     compares_calls: bool = False
+    messages_are_free: bool = False
     calls: int = 0  # collectives that the ranks have agreed on by ``exchange``
     group_name: str = "?"  # as errors call the group
     pid: int  # of the process that is this rank; a forked child is none

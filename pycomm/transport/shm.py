@@ -55,6 +55,7 @@ class ShmTransport(Transport):
     name = "shm"
     native = frozenset(VERBS)
     compares_calls = True
+    messages_are_free = True
 
     def __init__(
         self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float

@@ -22,6 +22,7 @@ LAYERS = (
     {"checkpoint"},
     {"engines"},
     {"reducer"},
+    {"torch_backend"},
     {"pycomm"},
     {"overlap", "monitor"},
     {"collectives"},

@@ -1,0 +1,88 @@
+"""Makes a process group of the backend: what ``init_process_group`` and ``new_group`` call on each member."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives.init import connect_group
+from ..errors import ConfigError
+from . import DEVICES
+from .members import Members
+from .options import Options
+
+__all__ = ["create"]
+
+MINIMUM = (2, 11)
+HAS_PYTHON_BACKENDS = (2, 14)
+
+
+def create(c10d_options: Any, options: Any) -> Members:
+    """Joins the members of a group and returns torch's view of it.
+
+    ``c10d_options`` is c10d's DistributedBackendOptions. Raises ConfigError for a torch that is too old, a mixture of
+    backends that this torch would not make, and options of another kind; and what ``pycomm.init`` raises.
+    """
+    version = torch_version()
+    if version < MINIMUM:
+        raise ConfigError(f"backend 'pycomm' needs torch 2.11 or later, and this is {torch.__version__}; upgrade torch")
+    check_devices(_asked_devices(), version)
+    if options is None:
+        options = Options()
+    elif not isinstance(options, Options):
+        raise ConfigError(
+            f"pg_options: expected pycomm.torch_backend.Options(...) or None, got {type(options).__name__}: {options!r}"
+        )
+    # A store of its own: a client of torch's TCPStore that waits for one thread lets no other ask.
+    store = dist.PrefixStore("pycomm", c10d_options.store.clone())  # type: ignore[attr-defined]  # missing in the stubs
+    config = options.config(c10d_options.timeout)
+    ranks = list(c10d_options.global_ranks_in_group) or None
+    name = str(c10d_options.group_id or "world")
+    group = connect_group(store, c10d_options.group_rank, c10d_options.group_size, config, name, ranks)
+    if version >= HAS_PYTHON_BACKENDS:
+        from .backend import PycommBackend
+
+        return PycommBackend(store, group, options)
+    from .process_group import PycommProcessGroup
+
+    return PycommProcessGroup(store, group, options)
+
+
+def torch_version() -> tuple[int, int]:
+    """Returns torch's version as far as it matters here, such as (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_devices(backends: dict[str, str], version: tuple[int, int]) -> None:
+    """Raises ConfigError for backends by device, such as {"cpu": "gloo", "cuda": "pycomm"}, that cannot be."""
+    mine = [device for device, backend in backends.items() if backend == "pycomm"]
+    unknown = [device for device in mine if device not in DEVICES]
+    if unknown:
+        raise ConfigError(
+            f"backend 'pycomm' serves {' and '.join(DEVICES)} tensors, not {', '.join(unknown)}; name another backend "
+            f"for these, or none"
+        )
+    others = {device: backend for device, backend in backends.items() if backend != "pycomm"}
+    if others and version < HAS_PYTHON_BACKENDS:
+        asked = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        raise ConfigError(
+            f"backend {asked!r}: torch {torch.__version__} would leave out {', '.join(sorted(set(others.values())))}, "
+            f"as a backend written in Python is the whole group before torch 2.14; use 'pycomm' alone, or torch 2.14"
+        )
+
+
+def _asked_devices() -> dict[str, str]:
+    """Returns the backend of each device that the user asked for. Torch does not pass it on, so it is looked up there:
+    in the function of torch's that calls the maker of a backend.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back  # type: ignore[assignment]
+    config = None if frame is None else frame.f_locals.get("backend_config")
+    return {} if config is None else dict(config.get_device_backend_map())
+
+

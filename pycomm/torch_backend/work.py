@@ -1,0 +1,115 @@
+"""Handles that torch takes for its own: ``Work`` over the handles of pycomm.
+
+[Note: errors that reach whoever waits]
+``wait`` raises the call's own error. A future is another matter: ``Future.set_exception`` of Python stores the error as
+a value, which torch's C++ takes for a result. The future handed out here is the ``then`` of another one: an error that
+its callback raises is an error for C++ too, a RuntimeError with the error's name and text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+
+from ..collectives.work import RequestWork
+
+if TYPE_CHECKING:
+    from ..collectives.work import Work
+
+__all__ = ["DONE", "CallWork", "joined_work"]
+
+_FOR_EVER = timedelta(0)  # what torch passes for "no timeout"
+
+
+class CallWork(TorchWork):
+    """A collective under way, or a message: complete when all of ``works``, pycomm's own handles, are.
+
+    ``tensors`` are what it writes. C++ code sees ``wait`` and ``get_future`` of it and nothing else: that is all torch
+    forwards to Python.
+    """
+
+    def __init__(self, works: Sequence[Work], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+        """Blocks until complete and returns True. Raises the call's error, or CollectiveTimeoutError."""
+        limit = timeout if timeout > _FOR_EVER else None
+        for work in self._works:
+            work.result(limit)
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As ``wait``: the tensors that pycomm reduces are in host memory, or on their way there and back."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Says whether the call is complete, or has failed. Never blocks."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Says whether the call is complete without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Returns the call's error; None while it is under way or if it succeeded."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """Waits, and returns the tensors that were written."""
+        self.wait()
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Returns the rank of the group that a received message came from."""
+        (work,) = self._works
+        assert isinstance(work, RequestWork)
+        return work.source_rank()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Returns a future of the tensors; see the note on top of this file."""
+        if self._future is None:
+            ended: torch.futures.Future[None] = torch.futures.Future()
+            self._future = ended.then(lambda _: self.result())
+            self._when_ended(lambda: ended.set_result(None))
+        return self._future
+
+    def _when_ended(self, tell: Any) -> None:
+        if not self._works:
+            tell()
+        elif any(isinstance(work, RequestWork) for work in self._works):  # such a one moves when somebody waits
+            threading.Thread(target=lambda: (self._wait_quietly(), tell()), name="pycomm-message", daemon=True).start()
+        else:  # a group's calls end in order: the last one's end is that of all
+            self._works[-1].future.add_done_callback(lambda _: tell())
+
+    def _wait_quietly(self) -> None:
+        for work in self._works:
+            work._is_asked = True
+            try:
+                work.result()
+            except Exception:  # it is kept, for whoever asks the future
+                continue
+
+
+DONE = CallWork((), ())
+
+
+def joined_work(works: Sequence[CallWork]) -> CallWork:
+    """Returns one handle for several."""
+    if len(works) == 1:
+        return works[0]
+    return CallWork([each for work in works for each in work._works], [t for work in works for t in work._tensors])

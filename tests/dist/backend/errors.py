@@ -1,0 +1,191 @@
+"""What goes wrong has to reach whoever waits, on every rank, by whichever way torch waits; and no call blocks for ever.
+
+A case that breaks its group makes one for itself.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.torch_backend import Options
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+def own_group(seconds: float = 20, **options: object) -> dist.ProcessGroup:
+    return dist.new_group(timeout=timedelta(seconds=seconds), pg_options=Options(**options) if options else None)
+
+
+def pycomm_side(group: dist.ProcessGroup) -> object:
+    return group._get_backend(torch.device("cpu"))
+
+
+def case_mismatched_calls_raise_everywhere() -> None:
+    group = own_group()
+    with pytest.raises(pycomm.CollectiveMismatchError, match="all_reduce"):
+        dist.all_reduce(torch.ones(4 + rank()), group=group)
+    tensor = torch.ones(3) if rank() else torch.ones(3, dtype=torch.int32)
+    with pytest.raises(pycomm.CollectiveMismatchError):
+        dist.all_reduce(tensor, group=own_group())
+
+
+def case_asynchronous_errors_reach_wait_and_futures() -> None:
+    work = dist.all_reduce(torch.ones(4 + rank()), group=own_group(), async_op=True)
+    future = work.get_future()
+    with pytest.raises(Exception, match="CollectiveMismatchError"):
+        future.wait()
+    following = future.then(lambda done: done.value())
+    with pytest.raises(Exception, match="CollectiveMismatchError"):
+        following.wait()
+    with pytest.raises(Exception, match="all_reduce"):
+        work.wait()
+
+
+def case_errors_reach_the_backward_pass() -> None:
+    group = own_group()
+    model = DistributedDataParallel(nn.Linear(8, 8), process_group=group)
+    if rank() == 0:  # which goes another way than the others
+        with pytest.raises(pycomm.CollectiveMismatchError):
+            dist.all_reduce(torch.ones(5), group=group)
+    else:
+        with pytest.raises(Exception, match="CollectiveMismatchError|all_reduce"):
+            model(torch.ones(2, 8)).sum().backward()
+
+
+def case_a_call_runs_out_of_time() -> None:
+    group = own_group(seconds=0.5)
+    start = time.monotonic()
+    if rank() == 0:
+        with pytest.raises((pycomm.TransportError, RuntimeError), match="all_reduce|timeout|timed out"):
+            dist.all_reduce(torch.ones(2), group=group)
+        assert time.monotonic() - start < 10
+    else:
+        time.sleep(1)
+
+
+def case_waiting_has_a_timeout() -> None:
+    group = own_group()
+    if rank() == 0:
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        with pytest.raises((pycomm.CollectiveTimeoutError, RuntimeError)):
+            work.wait(timedelta(milliseconds=50))
+        dist.barrier()
+        assert work.wait()
+    else:
+        dist.barrier()
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def case_set_timeout() -> None:
+    group = own_group()
+    pycomm_side(group).set_timeout(timedelta(seconds=0.3))
+    if rank() == 0:
+        start = time.monotonic()
+        with pytest.raises((pycomm.TransportError, RuntimeError)):
+            dist.all_reduce(torch.ones(2), group=group)
+        assert time.monotonic() - start < 10
+    else:
+        time.sleep(0.6)
+
+
+def case_abort_wakes_the_others() -> None:
+    group = own_group()
+    dist.barrier(group)
+    if rank() == 0:
+        time.sleep(0.1)
+        pycomm_side(group).abort()
+    else:
+        with pytest.raises((pycomm.TransportError, RuntimeError)):
+            dist.all_reduce(torch.ones(2), group=group)
+
+
+def case_a_closed_group_says_so() -> None:
+    group = own_group()
+    dist.barrier(group)
+    side = pycomm_side(group)
+    side.shutdown()
+    with pytest.raises((pycomm.TransportError, RuntimeError), match="closed"):
+        side.allreduce([torch.ones(2)]).wait()
+
+
+def case_monitored_barrier_names_who_is_missing() -> None:
+    side = pycomm_side(own_group())
+    side.monitored_barrier(timedelta(seconds=20))
+    last = world() - 1
+    if rank() == last:
+        return
+    with pytest.raises((pycomm.CollectiveTimeoutError, RuntimeError), match=rf"rank {last} did not come"):
+        side.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+
+
+def case_options() -> None:
+    tensor = torch.arange(5000.0) + rank()
+    expected = sum(torch.arange(5000.0) + each for each in range(world()))
+    for options in ({"algorithm": "ring"}, {"transport": "torch"}, {"compression": "bf16"}, {"timeout": 5}):
+        group = own_group(**options)
+        mine = tensor.clone()
+        dist.all_reduce(mine, group=group)
+        tolerance = 0.02 if "compression" in options else 0
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=0)
+        assert ("compression" in options) != torch.equal(mine, expected)
+        inside = pycomm_side(group).pycomm_group
+        assert inside.transport.name == options.get("transport", "shm")
+        assert inside.timeout_s == options.get("timeout", 20)
+        dist.destroy_process_group(group)
+
+
+def case_options_that_cannot_be() -> None:
+    for options, words in (
+        ({"compression": "int4+ef"}, "ddp_hook"),
+        ({"compression": "int5"}, "unknown compression"),
+        ({"algorithm": "rinf"}, "rinf"),
+        ({"timeout": -1}, "timeout"),
+    ):
+        with pytest.raises(pycomm.ConfigError, match=words):
+            Options(**options)
+    with pytest.raises(pycomm.ConfigError, match="nosuch"):
+        own_group(transport="nosuch")
+    with pytest.raises(Exception, match="pycomm.torch_backend.Options"):
+        dist.new_group(pg_options={"timeout": 3})
+
+
+def case_mixed_backends() -> None:
+    is_new = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+    for backend in ("cpu:gloo,cuda:pycomm", "cpu:pycomm,cuda:gloo"):
+        if is_new:
+            group = dist.new_group(backend=backend)
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [world()] * 2
+        else:
+            with pytest.raises(pycomm.ConfigError, match="would leave out gloo"):
+                dist.new_group(backend=backend)
+    with pytest.raises(pycomm.ConfigError, match="not xpu"):
+        dist.new_group(backend="xpu:pycomm")
+    group = dist.new_group(backend="cpu:pycomm")
+    dist.barrier(group)
+
+
+def case_split_group() -> None:
+    parent = dist.group.WORLD
+    name = f"split of {world()}"
+    side = pycomm_side(parent)
+    half = [[0], list(range(1, world()))][rank() > 0]
+    child = side.split_group(half, group_name=name) if hasattr(side, "split_group") else side.split(None, half, None)
+    tensor = torch.ones(2)
+    child.allreduce([tensor]).wait()
+    assert tensor.tolist() == [len(half)] * 2
