@@ -1,6 +1,7 @@
 # make run    set up .venv, then data-parallel training on real data: the main job, end to end
 # make test   set up .venv, then the test suite
 # make gpu-check  on a machine with a GPU: build with CUDA, GPU tests, benchmark of the kernels
+# make test-torch-versions  the torch.distributed backend from one wheel on every torch of TORCH_VERSIONS
 # make peers  the libraries that `pycomm bench --against` compares with, each in an environment of its own
 # Needs Python 3.11+ with venv and headers, a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
 
@@ -10,7 +11,7 @@ bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: run test peers lint gpu-check wheel clean setup
+.PHONY: run test test-torch-versions peers lint gpu-check wheel clean setup
 .DELETE_ON_ERROR:
 
 run: setup
@@ -18,6 +19,18 @@ run: setup
 
 test: setup $(VENV)/.stamp-spin
 	$(bin)/python -m pytest $(TESTS)
+
+# One wheel for all; each torch in an environment of its own, .venv-torch-X (some 5 GB: the index has CUDA builds).
+TORCH_VERSIONS ?= 2.11.0 2.14.1 2.15.0
+
+test-torch-versions: setup wheel
+	@for version in $(TORCH_VERSIONS); do \
+		venv=.venv-torch-$$version; echo "== torch $$version"; \
+		test -x $$venv/bin/python || $(PYTHON) -m venv $$venv || exit 1; \
+		$$venv/bin/python -m pip install -q torch==$$version numpy rich pytest pytest-timeout hypothesis || exit 1; \
+		$$venv/bin/python -m pip install -q --no-deps --force-reinstall dist/pycomm-*.whl || exit 1; \
+		$$venv/bin/python -P -m pytest -q -m "not mpi" tests/dist/test_torch_backend.py || exit 1; \
+	done
 
 peers: setup
 	$(bin)/python -m pycomm bench --make-peers

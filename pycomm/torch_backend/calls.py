@@ -36,7 +36,7 @@ __all__ = ["Calls"]
 
 _MIN_COMPRESSED_NUMEL = 2048  # below, the bytes saved are nothing beside the call itself
 _COMPRESSIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_SUM, _UNSET = c10d.ReduceOp.SUM, c10d.AllreduceOptions().timeout
+_SUM, _AVG, _UNSET = c10d.ReduceOp.SUM, c10d.ReduceOp.AVG, c10d.AllreduceOptions().timeout
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -93,25 +93,24 @@ class Calls:
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CallWork:
         """Reduces in place."""
-        # What trains calls this most, with one tensor: the short way is worth a few lines.
-        if type(opts) is c10d.AllreduceOptions and type(tensors) is list and len(tensors) == 1:
-            (tensor,) = tensors
-            if not opts.asyncOp and opts.timeout == _UNSET and not is_profiling():
-                op, _ = parse_op(opts.reduceOp)
-                with self._lock:
-                    # The transport's short cut; not there while a call is under way, or if options say how to reduce.
-                    is_done = op is not ReduceOp.PREMUL_SUM and self._fast_all_reduce(tensor, op)
-                    if is_done:
-                        self._sequence_number += 1
-                        return DONE
+        if type(opts) is c10d.AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and not is_profiling():
+            # Of the operators the most frequent alone: to ask for others takes longer than the collective.
+            reduce_op = opts.reduceOp
+            op = ReduceOp.SUM if reduce_op == _SUM else ReduceOp.AVG if reduce_op == _AVG else None
+            if op is not None and self._all_reduce_at_once(tensors[0], op, opts):
+                return DONE
         return self.allreduce_coalesced(tensors, opts, timeout)
 
-    def _fast_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
-        if self._coalesced is not None or self._compression(op, tensor) is not None:
-            return False
-        if not self.group.is_idle:
-            return False
-        return self.group.fast_all_reduce(tensor, op)
+    def _all_reduce_at_once(self, tensor: torch.Tensor, op: ReduceOp, opts: Any) -> bool:
+        """Takes the transport's short cut, if there is one and nothing stands in its way."""
+        is_plain = self.pycomm_options.compression is None and opts.timeout == _UNSET
+        with self._lock:
+            if not is_plain or self._coalesced is not None or not self.group.is_idle:
+                return False
+            if not self.group.fast_all_reduce(tensor, op):
+                return False
+            self._sequence_number += 1
+            return True
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CallWork:
         """Reduces all of ``tensors`` in place, by one call of pycomm for each element type."""

@@ -84,5 +84,3 @@ def _asked_devices() -> dict[str, str]:
         frame = frame.f_back  # type: ignore[assignment]
     config = None if frame is None else frame.f_locals.get("backend_config")
     return {} if config is None else dict(config.get_device_backend_map())
-
-

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["PycommProcessGroup"]
 
 
-class PycommProcessGroup(Members, dist.ProcessGroup):
+class PycommProcessGroup(Members, dist.ProcessGroup):  # type: ignore[misc]  # its many overloads are served by one
     """A process group that is pycomm's alone: torch asks its Python methods directly, without its own dispatcher."""
 
     def __init__(self, store: Any, group: Group, options: Options) -> None:
         """Takes a connected ``group``; ``store`` is its members' own."""
-        dist.ProcessGroup.__init__(self, group.rank, group.world_size)  # type: ignore[call-arg, arg-type]
+        dist.ProcessGroup.__init__(self, group.rank, group.world_size)  # type: ignore[call-arg]
         self._set_up(group, options, store)
         self._name, self._description = group.name, "undefined"
 
@@ -50,7 +50,7 @@ class PycommProcessGroup(Members, dist.ProcessGroup):
         names = DEVICES if torch.cuda.is_available() else DEVICES[:1]
         return [torch.device(name) for name in names]
 
-    def _get_backend(self, device: torch.device) -> PycommProcessGroup:
+    def _get_backend(self, device: torch.device) -> PycommProcessGroup:  # type: ignore[override]
         """Returns this group: it is its own backend. Raises RuntimeError for a device that it does not serve."""
         if torch.device(device).type not in DEVICES:
             raise RuntimeError(f"pycomm serves {' and '.join(DEVICES)} tensors, and has no backend for {device}")

@@ -11,7 +11,7 @@ from .work import CallWork
 
 __all__ = ["is_profiling", "ranged"]
 
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def ranged(verb: str, tensors: Sequence[torch.Tensor], issue: Callable[[], CallWork]) -> CallWork:

@@ -8,8 +8,9 @@ its callback raises is an error for C++ too, a RuntimeError with the error's nam
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -86,23 +87,22 @@ class CallWork(TorchWork):
             ended: torch.futures.Future[None] = torch.futures.Future()
             self._future = ended.then(lambda _: self.result())
             self._when_ended(lambda: ended.set_result(None))
-        return self._future
+        future: torch.futures.Future[list[torch.Tensor]] = self._future
+        return future
 
-    def _when_ended(self, tell: Any) -> None:
+    def _when_ended(self, tell: Callable[[], None]) -> None:
         if not self._works:
             tell()
         elif any(isinstance(work, RequestWork) for work in self._works):  # such a one moves when somebody waits
-            threading.Thread(target=lambda: (self._wait_quietly(), tell()), name="pycomm-message", daemon=True).start()
+            threading.Thread(target=self._wait_and_tell, args=(tell,), name="pycomm-message", daemon=True).start()
         else:  # a group's calls end in order: the last one's end is that of all
             self._works[-1].future.add_done_callback(lambda _: tell())
 
-    def _wait_quietly(self) -> None:
+    def _wait_and_tell(self, tell: Callable[[], None]) -> None:
         for work in self._works:
-            work._is_asked = True
-            try:
+            with contextlib.suppress(Exception):  # it is kept, for whoever asks the future
                 work.result()
-            except Exception:  # it is kept, for whoever asks the future
-                continue
+        tell()
 
 
 DONE = CallWork((), ())

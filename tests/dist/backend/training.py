@@ -255,22 +255,6 @@ def case_functional_collectives() -> None:
     assert torch.equal(both[1], 2 * summed)
 
 
-def case_compile() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return funcol.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
-
-    expected = torch.full((8,), 2.0 * world() + 1)
-    for backend in ("aot_eager", "inductor"):
-        torch._dynamo.reset()
-        assert torch.equal(torch.compile(step, backend=backend, fullgraph=True)(torch.ones(8)), expected), backend
-    torch._dynamo.reset()
-    model = network()
-    expected_gradients = joined_gradients(model)
-    ddp = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-    ddp(batch(rank())).square().mean().backward()
-    check_gradients(model, expected_gradients)
-
-
 def case_profiler() -> None:
     with torch.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(torch.ones(3, 5))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm.torch_backend  # registers the backend where pycomm is not installed
+from pycomm.topology import detect_launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 TIMEOUT = timedelta(seconds=30)
@@ -27,7 +28,8 @@ TIMEOUT = timedelta(seconds=30)
 def main(modules: list[str]) -> None:
     torch.set_num_threads(1)
     backend = os.environ.get("BACKEND", "pycomm")
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    launch = detect_launch()  # also under mpirun, which torch knows nothing of
+    dist.init_process_group(backend, timeout=TIMEOUT, rank=launch.rank, world_size=launch.world_size)
     only = os.environ.get("CASES", "").split()
     for name in modules:
         module = importlib.import_module(f"backend.{name}")

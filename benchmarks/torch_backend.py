@@ -1,0 +1,144 @@
+"""DDP and FSDP2 of torch over the backend "pycomm" and over gloo, in turns in one run; and a 4-byte all_reduce.
+
+    torchrun --nproc-per-node 2 benchmarks/torch_backend.py
+    torchrun --nproc-per-node 2 benchmarks/torch_backend.py --what latency
+
+A step is forward, backward and SGD of an MLP; the script is the same, only the name of the backend changes. "exposed"
+is the step's time beyond that of the same step without communication: ``no_sync`` for DDP, the plain model for FSDP2.
+Every figure is the median of all rounds; the slowest rank's. Compare the ratios, never microseconds of two runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm.torch_backend
+
+BACKENDS = ("pycomm", "gloo")
+
+
+def slowest(seconds: float) -> float:
+    """Returns the largest of the ranks' times."""
+    tensor = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Returns the seconds of one step that all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    return slowest(time.perf_counter() - start)
+
+
+def latency(groups: dict[str, Any], rounds: int) -> dict[str, float]:
+    """Returns the median microseconds of dist.all_reduce of 4 bytes."""
+    tensor, found = torch.zeros(1), {name: [] for name in groups}  # type: dict[str, list[float]]
+    for _ in range(rounds):
+        for name, group in groups.items():
+            for call in range(300):
+                start = time.perf_counter_ns()
+                dist.all_reduce(tensor, group=group)
+                if call >= 50:
+                    found[name].append((time.perf_counter_ns() - start) / 1000)
+    return {name: slowest(median(times)) for name, times in found.items()}
+
+
+def network(width: int, depth: int) -> nn.Sequential:
+    """An MLP of ``depth`` square layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(each for _ in range(depth) for each in (nn.Linear(width, width), nn.ReLU())))
+
+
+def stepper(model: nn.Module, batch: torch.Tensor, quiet: Callable[[], Any] = contextlib.nullcontext) -> Any:
+    """Returns a function that makes one training step, inside ``quiet()``."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        with quiet():
+            model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def training(what: str, groups: dict[str, Any], arguments: argparse.Namespace) -> tuple[dict[str, float], float]:
+    """Returns the median seconds of a step over each backend, and of one without communication."""
+    batch = torch.randn(arguments.batch, arguments.width)
+    steps: dict[str, Callable[[], None]] = {}
+    for name, group in groups.items():
+        model: nn.Module = network(arguments.width, arguments.depth)
+        if what == "ddp":
+            model = DistributedDataParallel(model, process_group=group)
+            steps.setdefault("alone", stepper(model, batch, model.no_sync))
+        else:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            for layer in model:
+                if isinstance(layer, nn.Linear):
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            steps.setdefault("alone", stepper(network(arguments.width, arguments.depth), batch))
+        steps[name] = stepper(model, batch)
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(arguments.rounds + 2):
+        for name, step in steps.items():
+            spent_s = timed(step)
+            if round_ >= 2:
+                found[name].append(spent_s)
+    medians = {name: median(times) for name, times in found.items()}
+    alone_s = medians.pop("alone")
+    return medians, alone_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", default="latency,ddp,fsdp2", help="some of latency, ddp, fsdp2")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=64)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pycomm.torch_backend.register()
+    dist.init_process_group("gloo")
+    groups = {name: dist.new_group(backend=name) for name in BACKENDS}
+    numel = sum(parameter.numel() for parameter in network(arguments.width, arguments.depth).parameters())
+    table = Table(
+        title=f"{dist.get_world_size()} ranks; a model of {numel * 4 / 1e6:.0f} MB, torch {torch.__version__}"
+    )
+    for column in ("what", "unit", *BACKENDS, "pycomm / gloo"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for what in arguments.what.split(","):
+        if what == "latency":
+            rows = [("all_reduce of 4 B", "us", latency(groups, arguments.rounds))]
+        else:
+            steps, alone_s = training(what, groups, arguments)
+            exposed = {name: (seconds - alone_s) * 1e3 for name, seconds in steps.items()}
+            rows = [(f"{what} step", "ms", {name: seconds * 1e3 for name, seconds in steps.items()})]
+            rows += [(f"{what} exposed communication ({alone_s * 1e3:.1f} ms without)", "ms", exposed)]
+        for label, unit, values in rows:
+            cells = [f"{values[name]:.2f}" for name in BACKENDS]
+            table.add_row(label, unit, *cells, f"{values['pycomm'] / values['gloo']:.2f}")
+    if dist.get_rank() == 0:
+        Console(width=110).print(table)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
