@@ -95,7 +95,7 @@ class Calls:
         """Reduces in place."""
         if type(opts) is c10d.AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and not is_profiling():
             # Of the operators the most frequent alone: to ask for others takes longer than the collective.
-            reduce_op = opts.reduceOp
+            reduce_op: Any = opts.reduceOp
             op = ReduceOp.SUM if reduce_op == _SUM else ReduceOp.AVG if reduce_op == _AVG else None
             if op is not None and self._all_reduce_at_once(tensors[0], op, opts):
                 return DONE

@@ -5,8 +5,8 @@
 
 Every test runs in a process of its own, its ranks in others, with a deadline. The suite asks by name whether it runs
 over gloo, for what it tests and how; it is told so, and only the default group that a test gets is pycomm's. A test
-that does not pass over pycomm is run over gloo. The result is a table of the tests that differ; the exit code is 1 if one that gloo passes is
-neither passed nor listed in ``EXCEPTIONS`` with its reason. Needs ``pip install expecttest``.
+that does not pass over pycomm is run over gloo. The result is a table of the tests that differ; the exit code is 1 if
+one that gloo passes is neither passed nor listed in ``EXCEPTIONS`` with its reason. Needs ``pip install expecttest``.
 """
 
 from __future__ import annotations
