@@ -91,7 +91,7 @@ class Calls:
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CallWork:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> CallWork:
         """Reduces in place."""
         if type(opts) is c10d.AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and not is_profiling():
             # Of the operators the most frequent alone: to ask for others takes longer than the collective.
@@ -99,7 +99,7 @@ class Calls:
             op = ReduceOp.SUM if reduce_op == _SUM else ReduceOp.AVG if reduce_op == _AVG else None
             if op is not None and self._all_reduce_at_once(tensors[0], op, opts):
                 return DONE
-        return self.allreduce_coalesced(tensors, opts, timeout)
+        return self.allreduce_coalesced(tensors, opts if op is None else op, timeout)
 
     def _all_reduce_at_once(self, tensor: torch.Tensor, op: ReduceOp, opts: Any) -> bool:
         """Takes the transport's short cut, if there is one and nothing stands in its way."""
@@ -138,10 +138,12 @@ class Calls:
             lambda async_op: verbs.reduce(tensor, None, op, self.group, async_op, root, **extra),
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> CallWork:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None
+    ) -> CallWork:
         """Reduces ``inputs[0][r]`` over the ranks into the output of rank r."""
         (output,), (parts,) = _list(outputs), _lists(inputs)
-        op, extra = _reduction(opts, timeout)
+        op, extra = _reduction(opts if op is None else op, timeout)
         return self._issue(
             "reduce_scatter",
             [output, *parts],

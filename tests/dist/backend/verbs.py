@@ -288,6 +288,24 @@ def case_pycomm_calls_with_torch_groups() -> None:
     assert tensor.tolist() == [world()] * 4
 
 
+def case_methods_of_a_process_group() -> None:
+    """A user may call a group's own methods, with loose arguments: such calls are asynchronous."""
+    group, tensor = dist.group.WORLD, data(rank())
+    group.allreduce(tensor).wait()
+    assert torch.equal(tensor, total())
+    group.allreduce([tensor], op=dist.ReduceOp.MAX).wait()
+    group.broadcast(tensor, 0).wait()
+    group.reduce(tensor, 0, dist.ReduceOp.MIN).wait()
+    parts = [torch.empty(6) for _ in range(world())]
+    group.allgather(parts, data(rank())).wait()
+    assert torch.equal(parts[-1], data(world() - 1))
+    group.barrier().wait()
+    output = torch.empty(3)
+    group.reduce_scatter(output, [data(each, 3) for each in range(world())]).wait()
+    assert torch.equal(output, world() * data(rank(), 3))
+    assert group.rank() == rank() and group.size() == world()
+
+
 def case_new_names() -> None:
     if not hasattr(dist, "all_gather_single"):
         return
