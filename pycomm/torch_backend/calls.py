@@ -25,7 +25,7 @@ from ..collectives.coalescing import all_reduce_coalesced
 from ..collectives.context import parse_op
 from ..types import ReduceOp
 from .ranges import is_profiling, ranged
-from .work import DONE, CallWork
+from .work import DONE, CallWork, Tellers
 
 if TYPE_CHECKING:
     from ..collectives.group import Group
@@ -55,6 +55,7 @@ class Calls:
         self.group = group
         self.pycomm_options = options
         self._lock = threading.Lock()
+        self._tellers = Tellers()
         self._sequence_number = 0
         self._coalesced: list[CallWork] | None = None  # the calls since _start_coalescing
 
@@ -73,7 +74,7 @@ class Calls:
             made = call(not is_here)
             if made is None:
                 return DONE if is_here else CallWork((), tensors)
-            work = CallWork(made if isinstance(made, list) else [made], tensors)
+            work = CallWork(made if isinstance(made, list) else [made], tensors, self._tellers)
             if self._coalesced is not None:
                 self._coalesced.append(work)
                 return work

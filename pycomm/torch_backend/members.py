@@ -183,6 +183,7 @@ class Members(Calls):
         _instances.discard(self)
         if self._pid == os.getpid():  # a forked child keeps its parent's objects, and closes nothing of them
             self.group.close()
+            self._tellers.close()
 
     def abort(self) -> None:
         """Ends the group on all ranks: those that wait in a call get an error, this rank's own calls too."""

@@ -4,6 +4,11 @@
 ``wait`` raises the call's own error. A future is another matter: ``Future.set_exception`` of Python stores the error as
 a value, which torch's C++ takes for a result. The future handed out here is the ``then`` of another one: an error that
 its callback raises is an error for C++ too, a RuntimeError with the error's name and text.
+
+[Note: callbacks that wait]
+A callback of a future may make a call of the same group and wait for it: PowerSGD's hook does. It may therefore not run
+on the thread that runs the group's calls. ``Tellers`` has a thread of its own for callbacks, and another one for the
+futures that are asked for inside callbacks, and so on: nobody waits for a thread that waits for him.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +28,36 @@ from ..collectives.work import RequestWork
 if TYPE_CHECKING:
     from ..collectives.work import Work
 
-__all__ = ["DONE", "CallWork", "joined_work"]
+__all__ = ["DONE", "CallWork", "Tellers", "joined_work"]
 
 _FOR_EVER = timedelta(0)  # what torch passes for "no timeout"
+
+
+class Tellers:
+    """The threads that run the callbacks of a group's futures, in order; see [Note: callbacks that wait]."""
+
+    def __init__(self) -> None:
+        self._by_depth: dict[int, ThreadPoolExecutor] = {}
+
+    def teller(self) -> ThreadPoolExecutor:
+        """Returns what is to tell a future that this thread asks for."""
+        depth = getattr(_thread, "depth", 0)
+        if depth not in self._by_depth:
+            name = f"pycomm-callbacks-{depth}"
+            self._by_depth[depth] = ThreadPoolExecutor(1, name, initializer=_set_depth, initargs=(depth + 1,))
+        return self._by_depth[depth]
+
+    def close(self) -> None:
+        """Ends the threads, once they are idle."""
+        for executor in self._by_depth.values():
+            executor.shutdown(wait=False)
+
+
+_thread = threading.local()
+
+
+def _set_depth(depth: int) -> None:
+    _thread.depth = depth
 
 
 class CallWork(TorchWork):
@@ -34,8 +67,11 @@ class CallWork(TorchWork):
     forwards to Python.
     """
 
-    def __init__(self, works: Sequence[Work], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[Work], tensors: Sequence[torch.Tensor], tellers: Tellers | None = None
+    ) -> None:
         super().__init__()
+        self._tellers = tellers or Tellers()
         self._works = works
         self._tensors = tensors
         self._future: Any = None
@@ -91,12 +127,13 @@ class CallWork(TorchWork):
         return future
 
     def _when_ended(self, tell: Callable[[], None]) -> None:
-        if not self._works:
+        if self.is_completed():
             tell()
         elif any(isinstance(work, RequestWork) for work in self._works):  # such a one moves when somebody waits
             threading.Thread(target=self._wait_and_tell, args=(tell,), name="pycomm-message", daemon=True).start()
         else:  # a group's calls end in order: the last one's end is that of all
-            self._works[-1].future.add_done_callback(lambda _: tell())
+            teller = self._tellers.teller()
+            self._works[-1].future.add_done_callback(lambda _: teller.submit(tell))
 
     def _wait_and_tell(self, tell: Callable[[], None]) -> None:
         for work in self._works:
@@ -112,4 +149,5 @@ def joined_work(works: Sequence[CallWork]) -> CallWork:
     """Returns one handle for several."""
     if len(works) == 1:
         return works[0]
-    return CallWork([each for work in works for each in work._works], [t for work in works for t in work._tensors])
+    tensors = [tensor for work in works for tensor in work._tensors]
+    return CallWork([each for work in works for each in work._works], tensors, works[0]._tellers)

@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Why a test that gloo passes cannot apply to pycomm, one by one.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS = {
+    "test_barrier_timeout_full_group": "it looks for the words of gloo's own error; ours says who has not come",
+}
 
 
 class Outcome(NamedTuple):

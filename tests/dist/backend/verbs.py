@@ -217,16 +217,17 @@ def case_asynchronous_calls_and_futures() -> None:
 
 
 def case_a_callback_may_call_collectives() -> None:
-    """As PowerSGD's hook does: the second all_reduce is made by the thread that completed the first."""
-    tensor, after = data(rank()), torch.ones(3)
+    """As PowerSGD's hook does, and may wait for them."""
+    tensor, after = data(rank(), 100_000), torch.ones(3)
 
-    def reduce_again(done: torch.futures.Future) -> torch.Tensor:
-        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+    def reduce_more(done: torch.futures.Future) -> torch.Tensor:
+        dist.all_reduce(after, async_op=True).get_future().wait()
+        return dist.all_reduce(after, async_op=True).get_future().wait()[0]
 
-    del reduce_again  # waiting there would wait for itself, over gloo too; issuing is what hooks do
-    second = dist.all_reduce(tensor, async_op=True).get_future().then(lambda _: dist.all_reduce(after, async_op=True))
-    second.wait().wait()
-    assert torch.equal(tensor, total()) and after.tolist() == [world()] * 3
+    for _ in range(20):
+        after.fill_(1)
+        future = dist.all_reduce(tensor, async_op=True).get_future().then(reduce_more)
+        assert future.wait().tolist() == [world() ** 2] * 3
 
 
 def case_coalescing() -> None:

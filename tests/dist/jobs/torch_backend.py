@@ -6,6 +6,7 @@ that fails on one rank leaves the others waiting at most the group's timeout.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -26,6 +27,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def main(modules: list[str]) -> None:
+    faulthandler.dump_traceback_later(int(os.environ.get("DUMP","80")), exit=True)  # so that a hang shows where it hangs
     torch.set_num_threads(1)
     backend = os.environ.get("BACKEND", "pycomm")
     launch = detect_launch()  # also under mpirun, which torch knows nothing of
