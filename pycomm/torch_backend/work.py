@@ -67,9 +67,7 @@ class CallWork(TorchWork):
     forwards to Python.
     """
 
-    def __init__(
-        self, works: Sequence[Work], tensors: Sequence[torch.Tensor], tellers: Tellers | None = None
-    ) -> None:
+    def __init__(self, works: Sequence[Work], tensors: Sequence[torch.Tensor], tellers: Tellers | None = None) -> None:
         super().__init__()
         self._tellers = tellers or Tellers()
         self._works = works

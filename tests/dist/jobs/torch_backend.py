@@ -24,10 +24,11 @@ from pycomm.topology import detect_launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 TIMEOUT = timedelta(seconds=30)
+DEADLINE_S = 80
 
 
 def main(modules: list[str]) -> None:
-    faulthandler.dump_traceback_later(int(os.environ.get("DUMP","80")), exit=True)  # so that a hang shows where it hangs
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)  # so that a hang shows where it hangs
     torch.set_num_threads(1)
     backend = os.environ.get("BACKEND", "pycomm")
     launch = detect_launch()  # also under mpirun, which torch knows nothing of
