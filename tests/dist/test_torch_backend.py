@@ -75,7 +75,9 @@ def reports(job: Job) -> tuple[dict[tuple[str, int], str | None], str]:
     else:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
         command = [*launcher, *command[1:]]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)  # it ends itself at its deadline
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False
+    )  # it ends itself at its deadline
     found = {}
     decoder, text = json.JSONDecoder(), done.stdout
     while (begin := text.find('{"case"')) >= 0:  # lines of several ranks may run together

@@ -159,7 +159,10 @@ def case_messages() -> None:
     assert received.tolist() == [before] * 2
     sending.wait()
     received = torch.empty(50_000)
-    messages = [dist.P2POp(dist.isend, torch.full((50_000,), float(rank())), after), dist.P2POp(dist.irecv, received, before)]
+    messages = [
+        dist.P2POp(dist.isend, torch.full((50_000,), float(rank())), after),
+        dist.P2POp(dist.irecv, received, before),
+    ]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     assert torch.equal(received, torch.full((50_000,), float(before)))
