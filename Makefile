@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Most tests wait more than they compute, so three workers share two cores; a file is one worker's. WORKERS= for none.
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: run test test-torch-versions peers lint gpu-check wheel clean setup
@@ -18,7 +20,7 @@ run: setup
 	$(bin)/pycomm run -n 2 examples/train_digits.py --plot digits.png
 
 test: setup $(VENV)/.stamp-spin
-	$(bin)/python -m pytest $(TESTS)
+	$(bin)/python -m pytest $(WORKERS) $(TESTS)
 
 # One wheel for all; each torch in an environment of its own, .venv-torch-X (some 5 GB: the index has CUDA builds).
 TORCH_VERSIONS ?= 2.11.0 2.14.1 2.15.0

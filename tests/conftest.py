@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # So that test modules, and the processes that they start, find harness.py.
@@ -13,3 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 # The same examples in every run: a failure in CI is a failure here.
 settings.register_profile("pycomm", deadline=None, derandomize=True)
 settings.load_profile("pycomm")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers the three minutes of the soak begin first, and everything else is done beside it."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name != "test_soak.py")
