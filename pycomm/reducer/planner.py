@@ -5,8 +5,8 @@
     exposed                 end of the last bucket - end of the backward pass
 
 That is for groups whose calls run beside the backward pass. Inside a host they do not (see ``Wire.of``), nothing
-overlaps, and the best size is one whose gradients are still in a cache when they are reduced: ``IN_LINE_BYTES``,
-which ``benchmarks/engines.py --variants bucket_bytes=1MiB bucket_bytes=4MiB ...`` measured.
+overlaps, and the best size is one whose gradients are still in a cache when they are reduced: ``IN_LINE_BYTES``.
+``benchmarks/engines.py --variants bucket_bytes=1MiB bucket_bytes=4MiB ...`` compares sizes on the machine at hand.
 
 The size whose simulated step exposes least is taken; of sizes that are within 2 %, the largest, because each bucket
 also costs something that is not in the model. All ranks use the same numbers, so all choose alike.
