@@ -43,10 +43,10 @@ class _Host:
         self.rank = rank
         self.heaps = native().ShmHeaps(fd, len(pids), rank)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit modules may be gone before this
         for fd in (self.fd, *self.pidfds):
             if fd >= 0:
-                os.close(fd)
+                close(fd)
 
 
 class ShmTransport(Transport):
