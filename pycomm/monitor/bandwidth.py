@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -157,11 +157,15 @@ def _middle(bucket: int) -> float:
     return float(2.0**octave + bucket % 8 * width + width / 2)
 
 
-_COLUMNS: tuple[tuple[str, Callable[[CollectiveStats], str]], ...] = (
-    ("collective", lambda each: each["verb"].removesuffix("_single")),
+_Column: TypeAlias = tuple[str, Callable[[CollectiveStats], str]]
+
+_VERB: _Column = ("collective", lambda each: each["verb"].removesuffix("_single"))
+_KINDS: tuple[_Column, ...] = (
     ("group", lambda each: each["group"]),
     ("algorithm", lambda each: each["algorithm"]),
     ("transport", lambda each: each["transport"]),
+)
+_FIGURES: tuple[_Column, ...] = (
     ("up to", lambda each: format_bytes(each["max_bytes"])),
     ("calls", lambda each: str(each["calls"])),
     ("MB", lambda each: f"{each['bytes'] / 1e6:.{0 if each['bytes'] >= 1e8 else 1}f}"),
@@ -172,18 +176,27 @@ _COLUMNS: tuple[tuple[str, Callable[[CollectiveStats], str]], ...] = (
     ("algbw\nGB/s", lambda each: f"{each['algbw_gbps']:.2f}"),
     ("busbw\nGB/s", lambda each: f"{each['busbw_gbps']:.2f}"),
 )
-_TEXT_COLUMNS = 4
 
 
 def table(title: str = "collectives of this rank", board: Board | None = None) -> Table:
-    """Returns the snapshot as a rich table, to print with ``rich.print``."""
+    """Returns the snapshot as a rich table, to print with ``rich.print``.
+
+    What is the same in all rows (the group, the algorithm, the transport) stands in the title, so that the rows of most
+    jobs fit a terminal of 80 columns.
+    """
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for number, (name, _) in enumerate(_COLUMNS):
-        made.add_column(name, justify="left" if number < _TEXT_COLUMNS else "right", no_wrap=True)
-    for entry in snapshot(board):
-        made.add_row(*(cell(entry) for _, cell in _COLUMNS))
+    entries = snapshot(board)
+    common = [(name, cell) for name, cell in _KINDS if len({cell(each) for each in entries}) == 1]
+    said = "".join(f", {name} {cell(entries[0])}" for name, cell in common)
+    columns = [_VERB, *(kind for kind in _KINDS if kind not in common)]
+    made = Table(title=title + said, title_justify="left", box=None, pad_edge=False)
+    for name, _ in columns:
+        made.add_column(name, no_wrap=True)
+    for name, _ in _FIGURES:
+        made.add_column(name, justify="right", no_wrap=True)
+    for entry in entries:
+        made.add_row(*(cell(entry) for _, cell in (*columns, *_FIGURES)))
     return made
 
 

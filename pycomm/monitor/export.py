@@ -79,7 +79,7 @@ def _labels(entry: CollectiveStats, rank: str) -> list[str]:
 
 def prometheus_registry() -> CollectorRegistry:
     """Returns a registry with this rank's figures. Raises NativeUnavailableError without prometheus-client."""
-    registry = _client().CollectorRegistry()
+    registry: CollectorRegistry = _client().CollectorRegistry()
     registry.register(_Collector())
     return registry
 
