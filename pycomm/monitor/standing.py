@@ -92,21 +92,25 @@ def _call(record: CallRecord | None) -> str:
 def standings_on(boards: Iterable[Board], members: int, world_size: int) -> list[Standing]:
     """Returns where the ranks of the group ``members`` (its number on the boards) stand, one entry a rank.
 
-    Those that seem to be behind are asked for their Python line, all at once. Ranks without a board here are "unknown".
+    Those that seem to be behind are asked for their Python line, all at once; not where a rank is dead, which says it all
+    and should be told soon. Ranks without a board here are "unknown".
     """
     found: dict[int, tuple[Board, GroupOnBoard]] = {}
     for board in boards:
         for group in board.groups():
             if group.members == members and (group.is_open or group.rank not in found):
                 found[group.rank] = board, group
-    newest = max((group.seq for _, group in found.values()), default=0)
     standings = [Standing(rank, 0, "unknown") for rank in range(world_size)]
 
-    def look(rank: int, board: Board, group: GroupOnBoard) -> None:
-        standings[rank] = standing_of(board, group, with_line=group.seq < newest)
+    def look(rank: int, with_line: bool) -> None:
+        standings[rank] = standing_of(*found[rank], with_line=with_line)
 
-    asked = [threading.Thread(target=look, args=(rank, *entry), daemon=True) for rank, entry in found.items()]
-    _run_all(asked)
+    for rank in found:
+        look(rank, with_line=False)
+    newest = max((group.seq for _, group in found.values()), default=0)
+    behind = [rank for rank, (_, group) in found.items() if group.seq < newest]
+    if not any(standing.state == "dead" for standing in standings):
+        _run_all([threading.Thread(target=look, args=(rank, True), daemon=True) for rank in behind])
     return standings
 
 
