@@ -92,8 +92,8 @@ def _call(record: CallRecord | None) -> str:
 def standings_on(boards: Iterable[Board], members: int, world_size: int) -> list[Standing]:
     """Returns where the ranks of the group ``members`` (its number on the boards) stand, one entry a rank.
 
-    Those that seem to be behind are asked for their Python line, all at once; not where a rank is dead, which says it all
-    and should be told soon. Ranks without a board here are "unknown".
+    Those that seem to be behind are asked for their Python line, all at once; not where a rank is dead, which says
+    it all and should be told soon. Ranks without a board here are "unknown".
     """
     found: dict[int, tuple[Board, GroupOnBoard]] = {}
     for board in boards:
