@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from engine_models import Block
 from torch import nn
 from torch.nn import functional
 
@@ -96,25 +97,6 @@ class DigitNet(nn.Module):
         """``images (batch, 1, 8, 8)`` to scores ``(batch, 10)``."""
         x = functional.max_pool2d(functional.relu(self.conv2(functional.relu(self.conv1(images)))), 2)
         return self.linear2(functional.relu(self.linear1(x.flatten(1))))
-
-
-class Block(nn.Module):
-    """Attention and a two-layer network, each after a norm and beside a residual connection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x (batch, length, width)`` to the same shape."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class ByteGPT(nn.Module):

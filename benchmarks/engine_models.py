@@ -1,4 +1,5 @@
-"""The models that the engines are measured with: a byte-level GPT and a convolution net with BatchNorm."""
+"""The models that the engines are measured with: a byte-level GPT and a convolution net with BatchNorm; Block is also
+that of the smaller GPT that compressors are measured with."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT", "ConvNet"]
+__all__ = ["GPT", "Block", "ConvNet"]
 
 
 class Block(nn.Module):

@@ -14,7 +14,9 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -33,7 +35,7 @@ from mpi_harness import mpirun, outcome_of, run_in_world, run_once
 from pycomm.transport import TRANSPORTS
 from pycomm.transport.local import LocalWorld
 
-__all__ = ["RanksFailed", "run_ranks", "transport_params"]
+__all__ = ["RanksFailed", "run_ranks", "transport_params", "with_small_shm"]
 
 _DIED = "died without a result"
 _GRACE_S = 5.0  # for the other ranks, once one has failed
@@ -81,6 +83,14 @@ def run_ranks(
         name = f"{fn.__name__} on {world_size} ranks over {transport}"
         raise RanksFailed(f"{name}: {len(failures)} ranks failed\n" + "\n".join(failures))
     return [result for _, result in outcomes]
+
+
+def with_small_shm(command: list[str]) -> list[str]:
+    """Returns the command that runs ``command`` with a /dev/shm of 256 KiB; skips the test where that cannot be had."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs a mount namespace, which this system does not give")
+    script = 'mount -t tmpfs -o size=256k none /dev/shm && exec "$@"'
+    return ["unshare", "-Urm", "sh", "-c", script, "sh", *command]
 
 
 def transport_params() -> list[Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,12 +9,11 @@ import pytest
 from test_launchers import JOBS, check, reports, start
 from test_listening import PYCOMM_RUN, running
 
+from harness import with_small_shm
+
 
 def test_a_job_with_256_kib_of_dev_shm() -> None:
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode != 0:
-        pytest.skip("mounting a small tmpfs needs a mount namespace, which this system does not give")
-    script = 'mount -t tmpfs -o size=256k none /dev/shm && exec "$@"'
-    done = start(["unshare", "-Urm", "sh", "-c", script, "sh", *PYCOMM_RUN, str(JOBS / "reduce.py"), "auto", "torch"])
+    done = start(with_small_shm([*PYCOMM_RUN, str(JOBS / "reduce.py"), "auto", "torch"]))
     check(reports(done), 2, ["shm", "torch"])
 
 

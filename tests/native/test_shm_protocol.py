@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from native_build import ROOT, Build
+
+from harness import with_small_shm
 
 HERE = Path(__file__).parent
 # Under ThreadSanitizer a byte must have one address; see one_mapping.cpp.
@@ -38,12 +39,9 @@ def test_no_report(build: Build, sanitizer: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_full_file_system_is_an_error_with_the_size(build: Build) -> None:
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode != 0:
-        pytest.skip("mounting a small tmpfs needs a mount namespace, which this system does not give")
     program = build_program(build, "address")
-    script = 'mount -t tmpfs -o size=256k none /dev/shm && exec "$0" /dev/shm/segment'
     result = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", script, str(program)],
+        with_small_shm([str(program), "/dev/shm/segment"]),
         env={**os.environ, **OPTIONS},
         capture_output=True,
         text=True,

@@ -3,8 +3,7 @@
     Bubble       (p - 1) (F + I - W) / (m (F + I + W) + (p - 1) (F + I - W))       for m >= p, by the paper
     Activations  p                                                                  the most that one_f_one_b has
 
-Source: Qi et al. 2024, Zero Bubble
-Pipeline Parallelism, section 2.2.
+Source: Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2.2.
 """
 
 from __future__ import annotations
