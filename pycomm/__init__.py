@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from .engines.mesh import Mesh
     from .engines.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
     from .engines.pipeline.pipeline import Pipeline
+    from .engines.planning.parallelism import plan_parallelism
     from .engines.sampler import DistributedSampler
     from .monitor.integrity import verify
     from .overlap.stream import CommStream
@@ -101,6 +102,7 @@ _MODULE_OF = {
         "engines.ddp": "DistributedDataParallel",
         "engines.mesh": "Mesh",
         "engines.pipeline.pipeline": "Pipeline",
+        "engines.planning.parallelism": "plan_parallelism",
         "engines.sampler": "DistributedSampler",
         "engines.optimizer": "DistributedOptimizer broadcast_optimizer_state broadcast_parameters",
         "monitor.integrity": "verify",
@@ -166,6 +168,7 @@ __all__ = [
     "monitor",
     "new_group",
     "overlap",
+    "plan_parallelism",
     "premul_sum",
     "rank",
     "recv",

@@ -1,4 +1,4 @@
-"""Message sizes as people write them: ``4``, ``4B``, ``1KiB``, ``64MiB``, ``1MB``."""
+"""Sizes, times and bandwidths as people write them: ``64MiB``, ``1MB``, ``5us``, ``25Gbit``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 
 from .errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bandwidth", "parse_bytes", "parse_time"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}IB"] = _UNITS[_letter] = 1024**_power  # nccl-tests' 1K is 1024 too
     _UNITS[f"{_letter}B"] = 1000**_power
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_bytes(text: str) -> int:
@@ -21,6 +23,24 @@ def parse_bytes(text: str) -> int:
     if match is None or unit is None:
         raise ConfigError(f"the size {text!r} is not understood; write it as 4B, 1KiB, 64MiB or 1GB.")
     return int(float(match[1]) * unit)
+
+
+def parse_time(text: str) -> float:
+    """Returns the seconds that ``text`` means, such as 5us; raises ConfigError if it means none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|ns)\s*", text)
+    if match is None:
+        raise ConfigError(f"the time {text!r} is not understood; write it as 5us, 0.2ms or 1s.")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+def parse_bandwidth(text: str) -> float:
+    """Returns the bytes per second that ``text`` means, such as 25Gbit or 3GB; raises ConfigError if it means none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B|iB)(?:/s)?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"the bandwidth {text!r} is not understood; write it as 25Gbit, 100Mbit or 3GB (a second).")
+    unit = match[3].lower()
+    prefix = _PREFIXES[match[2].upper()] if unit != "ib" else 1024.0 ** "KMGT".index(match[2].upper() or "K") * 1024
+    return float(match[1]) * prefix / (8 if unit == "bit" else 1)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -26,7 +26,7 @@ import pycomm
 from .layout import FIRST_BUCKET_BYTES, Slot, assign_buckets
 from .reduce import Wire, start_mean
 
-__all__ = ["IN_LINE_BYTES", "BackwardProfile", "Link", "choose_bucket_bytes", "exposed_s", "measure_link"]
+__all__ = ["IN_LINE_BYTES", "BackwardProfile", "BucketPlan", "Link", "exposed_s", "measure_link", "plan_buckets"]
 
 IN_LINE_BYTES = 8 << 20
 _SMALLEST_BYTES = 256 << 10
@@ -40,6 +40,14 @@ class Link(NamedTuple):
 
     latency_s: float
     s_per_byte: float
+
+
+class BucketPlan(NamedTuple):
+    """The size to take, and the seconds that each size tried would expose. Kept as ``ddp.reducer.bucket_plan``."""
+
+    bucket_bytes: int
+    exposed_s: dict[int, float]
+    link: Link
 
 
 class BackwardProfile:
@@ -109,8 +117,8 @@ def exposed_s(
     return end_s - max(arrivals_s)
 
 
-def choose_bucket_bytes(slots: Sequence[Slot], arrivals_s: Sequence[float], link: Link) -> int:
-    """Returns the bucket size, in bytes, with the least exposed time for gradients that arrive at ``arrivals_s``."""
+def plan_buckets(slots: Sequence[Slot], arrivals_s: Sequence[float], link: Link) -> BucketPlan:
+    """Returns the bucket size with the least exposed time for gradients that arrive at ``arrivals_s``."""
     nbytes = [slot.nbytes for slot in slots]
     order = sorted(range(len(slots)), key=lambda index: arrivals_s[index])
     candidates = [_SMALLEST_BYTES]
@@ -121,4 +129,4 @@ def choose_bucket_bytes(slots: Sequence[Slot], arrivals_s: Sequence[float], link
         for size in candidates
     }
     best = min(exposed.values())
-    return max(size for size, each in exposed.items() if each <= best * _CLOSE)
+    return BucketPlan(max(size for size, each in exposed.items() if each <= best * _CLOSE), exposed, link)

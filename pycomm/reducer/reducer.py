@@ -26,7 +26,7 @@ import pycomm
 from ..errors import ConfigError
 from .bucket import Bucket
 from .layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, assign_buckets
-from .planner import IN_LINE_BYTES, BackwardProfile, choose_bucket_bytes, measure_link
+from .planner import IN_LINE_BYTES, BackwardProfile, BucketPlan, measure_link, plan_buckets
 from .reduce import Named, Waitable, Wire, start_mean
 
 __all__ = ["BucketHook", "Reducer"]
@@ -65,6 +65,7 @@ class Reducer:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.bucket_bytes = bucket_bytes or (DEFAULT_BUCKET_BYTES if wire.is_async else IN_LINE_BYTES)
+        self.bucket_plan: BucketPlan | None = None  # once "auto" has measured
         self.is_enabled = True  # False: gradients only accumulate
         self.finds_unused = finds_unused
         self.is_static = is_static
@@ -113,7 +114,8 @@ class Reducer:
             self._lay_out(self._profile.agreed_order(group, total))
         elif self.finished_passes == PROFILED_PASSES and self._is_auto:
             arrivals_s = self._profile.agreed_arrivals_s(group, total)
-            self.bucket_bytes = choose_bucket_bytes(self._slots, arrivals_s, measure_link(self.wire))
+            self.bucket_plan = plan_buckets(self._slots, arrivals_s, measure_link(self.wire))
+            self.bucket_bytes = self.bucket_plan.bucket_bytes
             self._lay_out(sorted(range(total), key=lambda index: arrivals_s[index]))
         self._profile.restart()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pycomm.engines.mesh import layout_axes
 from pycomm.errors import ConfigError
 from pycomm.reducer.layout import Slot, assign_buckets, bucket_bytes_of
-from pycomm.reducer.planner import Link, choose_bucket_bytes, exposed_s
+from pycomm.reducer.planner import Link, exposed_s, plan_buckets
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.sampled_from("ab")), min_size=1), st.integers(1, 150), st.randoms())
@@ -41,9 +41,12 @@ def test_bucket_bytes() -> None:
 
 def test_the_planner_weighs_latency_against_overlap() -> None:
     slots, arrivals = [Slot(1 << 20, "a")] * 32, [index * 1e-3 for index in range(32)]
-    fast = choose_bucket_bytes(slots, arrivals, Link(0.0, 1e-10))
-    slow_to_start = choose_bucket_bytes(slots, arrivals, Link(20e-3, 1e-10))
-    assert fast <= 2 << 20 and slow_to_start >= 8 << 20
+    fast = plan_buckets(slots, arrivals, Link(0.0, 1e-10))
+    slow_to_start = plan_buckets(slots, arrivals, Link(20e-3, 1e-10))
+    assert fast.bucket_bytes <= 2 << 20 and slow_to_start.bucket_bytes >= 8 << 20
+    for plan in (fast, slow_to_start):
+        assert plan.exposed_s[plan.bucket_bytes] <= 1.02 * min(plan.exposed_s.values())
+        assert min(plan.exposed_s) <= plan.bucket_bytes <= max(plan.exposed_s) and max(plan.exposed_s) >= 32 << 20
     assert exposed_s([[0], [1]], [100, 100], [0.0, 1.0], Link(0.5, 0.01)) == pytest.approx(1.5 + 1.5 - 1.0)
 
 

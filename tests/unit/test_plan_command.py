@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pycomm.cli.__main__ import main
-from pycomm.cli.plan import parse_bandwidth, parse_time
 from pycomm.errors import ConfigError
+from pycomm.sizes import parse_bandwidth, parse_time
 
 
 def test_the_grid(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from ...errors import ConfigError
 if TYPE_CHECKING:
     from ...topology import Topology
 
-__all__ = ["main", "parse_bandwidth", "parse_time"]
+__all__ = ["main"]
 
 EPILOG = """\
 examples:
@@ -26,26 +25,6 @@ examples:
 --predict shows all algorithms side by side on links like these: --latency and --bandwidth are those of a host's link,
 which its ranks share; inside a host see --host-latency and --host-bandwidth, of one rank.
 """
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-
-def parse_time(text: str) -> float:
-    """Returns the seconds that ``text`` means, such as 5us; raises ConfigError if it means none."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|ns)\s*", text)
-    if match is None:
-        raise ConfigError(f"the time {text!r} is not understood; write it as 5us, 0.2ms or 1s.")
-    return float(match[1]) * _TIMES[match[2]]
-
-
-def parse_bandwidth(text: str) -> float:
-    """Returns the bytes per second that ``text`` means, such as 25Gbit or 3GB; raises ConfigError if it means none."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B|iB)(?:/s)?\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise ConfigError(f"the bandwidth {text!r} is not understood; write it as 25Gbit, 100Mbit or 3GB (a second).")
-    unit = match[3].lower()
-    prefix = _PREFIXES[match[2].upper()] if unit != "ib" else 1024.0 ** "KMGT".index(match[2].upper() or "K") * 1024
-    return float(match[1]) * prefix / (8 if unit == "bit" else 1)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...algorithms import ALGORITHMS, Algorithm, find_algorithm
 from ...algorithms.cost import Level, LinkModel, profile, seconds
-from ...sizes import format_bytes, parse_bytes
+from ...sizes import format_bytes, parse_bandwidth, parse_bytes, parse_time
 from ...topology import Topology
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ class Prediction(NamedTuple):
 
 def link_model(options: argparse.Namespace) -> LinkModel:
     """Returns the links that the command line describes. Raises ConfigError."""
-    from . import parse_bandwidth, parse_time
-
     latency_s, link = parse_time(options.latency), parse_bandwidth(options.bandwidth)
     far_latency_s = latency_s if options.rack_latency is None else parse_time(options.rack_latency)
     uplink = math.inf if options.rack_bandwidth is None else parse_bandwidth(options.rack_bandwidth)
