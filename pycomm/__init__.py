@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     )
     from .collectives.work import Work
     from .engines.ddp import DistributedDataParallel
+    from .engines.fsdp import FullyShardedDataParallel, fully_shard
     from .engines.mesh import Mesh
     from .engines.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
     from .engines.pipeline.pipeline import Pipeline
@@ -100,6 +101,7 @@ _MODULE_OF = {
         "barrier broadcast reduce reduce_scatter_single reduce_scatter_tensor",
         "collectives.work": "Work",
         "engines.ddp": "DistributedDataParallel",
+        "engines.fsdp": "FullyShardedDataParallel fully_shard",
         "engines.mesh": "Mesh",
         "engines.pipeline.pipeline": "Pipeline",
         "engines.planning.parallelism": "plan_parallelism",
@@ -125,6 +127,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "DistributedSampler",
+    "FullyShardedDataParallel",
     "Group",
     "Mesh",
     "NativeUnavailableError",
@@ -157,6 +160,7 @@ __all__ = [
     "empty",
     "explain",
     "finalize",
+    "fully_shard",
     "gather",
     "gather_object",
     "get_group",

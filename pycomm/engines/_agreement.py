@@ -21,15 +21,17 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def check_same_model(tensors: Sequence[tuple[str, torch.Tensor]], group: pycomm.Group, what: str) -> None:
-    """Raises on every rank unless all have the same ``tensors``: names, shapes, dtypes, none of them on meta.
+def check_same_model(
+    tensors: Sequence[tuple[str, torch.Tensor]], group: pycomm.Group, what: str, *, may_be_meta: bool = False
+) -> None:
+    """Raises on every rank unless all have the same ``tensors``: names, shapes, dtypes, and none is on meta or may be.
 
     CollectiveMismatchError names the first difference and its ranks, ConfigError the tensors without memory.
     ``what`` words the place.
     """
     described = [_describe(name, tensor) for name, tensor in tensors]
     digest = int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little")
-    meta = [name for name, tensor in tensors if tensor.is_meta]
+    meta = [name for name, tensor in tensors if tensor.is_meta and not may_be_meta]
     mine = torch.tensor([digest, len(meta)], dtype=torch.int64)
     told = torch.empty(2 * group.world_size, dtype=torch.int64)
     pycomm.all_gather_single(told, mine, group)

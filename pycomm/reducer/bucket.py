@@ -18,7 +18,7 @@ import pycomm
 
 from ..ops.pack import pack_
 
-__all__ = ["Bucket", "Entry"]
+__all__ = ["Bucket", "Entry", "allocate"]
 
 _PACKED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,7 +40,7 @@ class Bucket:
         self.index = index
         parameters = [parameter for _, _, parameter in named]
         numels = [parameter.numel() for parameter in parameters]
-        self.flat = _allocate(sum(numels), parameters[0], group)
+        self.flat = allocate(sum(numels), parameters[0].dtype, parameters[0].device, group)
         views = [part.view(p.shape) for part, p in zip(torch.split(self.flat, numels), parameters)]
         self.entries = [Entry(*each, view) for each, view in zip(named, views)]
         self.pending = len(self.entries)
@@ -64,7 +64,8 @@ class Bucket:
             entry.parameter.grad = entry.view
 
 
-def _allocate(numel: int, like: torch.Tensor, group: pycomm.Group) -> torch.Tensor:
-    if like.is_cpu and hasattr(group.transport, "allocate"):
-        return pycomm.empty(numel, dtype=like.dtype, shared=True, group=group)
-    return torch.empty(numel, dtype=like.dtype, device=like.device)
+def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: pycomm.Group) -> torch.Tensor:
+    """Returns an uninitialized buffer ``(numel,)``, in memory that the ranks share if they have some."""
+    if device.type == "cpu" and hasattr(group.transport, "allocate"):
+        return pycomm.empty(numel, dtype=dtype, shared=True, group=group)
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -1,7 +1,10 @@
 """THE path of a gradient over the wire. No other file of the engines communicates gradients.
 
     flat (numel,) on each rank  ->  its mean over the ranks, in place            ``start_mean``
+    flat (numel,) on each rank  ->  this rank's part of the mean                 ``start_scatter_mean``
     tensor on each rank         ->  its sum over the ranks, in place             ``start_sum``
+
+And back: every rank's part of the parameters -> all of them, on all ranks       ``start_gather``
 
 The division by the number of ranks happens here (op AVG) and nowhere else. Everything a rank must know to take part
 follows from the sizes: none asks another.
@@ -9,14 +12,16 @@ follows from the sizes: none asks another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 import pycomm
 
-__all__ = ["Named", "Waitable", "Wire", "start_mean", "start_sum"]
+__all__ = ["Named", "Waitable", "Wire", "start_gather", "start_mean", "start_scatter_mean", "start_sum"]
+
+_URGENT = 1  # parameters are waited for by the next layer, gradients by the optimizer
 
 
 class Waitable(Protocol):
@@ -34,11 +39,15 @@ class Named(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How gradients travel: the ``group``, ``compression=`` of its calls, and whether they run while Python goes on."""
+    """How gradients travel: the ``group``, ``compression=`` of its calls, and whether they run while Python goes on.
+
+    With a ``stream`` what is scattered and gathered runs there, parameters before gradients.
+    """
 
     group: pycomm.Group
     compression: Any = None
     is_async: bool = True
+    stream: pycomm.CommStream | None = None
 
     @classmethod
     def of(cls, group: pycomm.Group, compression: Any = None, overlap: bool | None = None) -> Wire:
@@ -72,3 +81,57 @@ def start_sum(wire: Wire, tensor: torch.Tensor) -> Waitable | None:
     None if that is done on return.
     """
     return pycomm.all_reduce(tensor, pycomm.ReduceOp.SUM, wire.group, wire.is_async)
+
+
+def start_scatter_mean(
+    wire: Wire, flat: torch.Tensor, shard: torch.Tensor, name: str, across: Wire | None = None
+) -> Waitable | None:
+    """Starts to fill ``shard (numel / world_size,)`` with this rank's part of the mean of ``flat (numel,)``.
+
+    With ``across`` the mean is one over the ranks that hold the same part, too. ``shard`` may be this rank's part of
+    ``flat``; both are in use until ``wait()``. None if it is done on return. Compressors keep their state by ``name``.
+    """
+    average = pycomm.ReduceOp.AVG
+
+    def run(group: pycomm.Group) -> pycomm.Work | None:
+        is_alone = across is None and wire.compression is None
+        options = {} if wire.compression is None else {"compression": wire.compression, "name": name}
+        work = pycomm.reduce_scatter_single(
+            shard, flat, average, group, async_op=is_alone and wire.stream is not None, **options
+        )
+        if across is not None:
+            options = {} if across.compression is None else {"compression": across.compression, "name": name}
+            pycomm.all_reduce(shard, average, across.group, **options)
+        return work
+
+    return _on_stream(wire, run, 0, (flat, shard))
+
+
+def start_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor, name: str) -> Waitable | None:
+    """Starts to fill ``full (world_size * numel,)`` with the ranks' ``shard (numel,)`` of parameters, in rank order.
+
+    ``shard`` may be this rank's part of ``full``; both are in use until ``wait()``. None if it is done on return.
+    """
+
+    def run(group: pycomm.Group) -> pycomm.Work | None:
+        if wire.compression is not None:
+            return pycomm.all_gather_single(full, shard, group, compression=wire.compression, name=name)
+        return pycomm.all_gather_single(full, shard, group, async_op=wire.stream is not None)
+
+    return _on_stream(wire, run, _URGENT, (full, shard))
+
+
+def _on_stream(
+    wire: Wire, run: Callable[[pycomm.Group], Any], priority: int, hold: tuple[torch.Tensor, ...]
+) -> Waitable | None:
+    """Compressors have their state in a group: theirs is the stream's own, not the lane whose turn it is."""
+    if wire.stream is None:
+        run(wire.group)
+        return None
+    stream = wire.stream
+    return stream.submit(
+        lambda lane: run(lane if wire.compression is None else stream.group),
+        priority=priority,
+        hold=hold,
+        nbytes=hold[0].nbytes,
+    )

@@ -193,6 +193,7 @@ MAY_REDUCE = {
     "reducer/reducer.py": "which parameters have a gradient",
     "reducer/planner.py": "measured times",
     "engines/_buffers.py": "buffers of the model",
+    "engines/fsdp/passes.py": "which parameters have a gradient, which units ran",
     "engines/pipeline/pipeline.py": "measured times",
     "engines/planning/batch.py": "measured bytes",
     "engines/tensor/functions.py": "activations, and their gradients",

@@ -1,0 +1,286 @@
+"""The parameters of a unit in one buffer: gathered while they are needed, otherwise a shard of it.
+
+[Note: three tensors]
+    full    (numel,)            what modules compute with; numel is padded to a multiple of the parts
+    shard   (numel / parts,)    this rank's part, which the optimizer updates
+    grad    (numel,)            gradients as they arrive; reduced, this rank's part of the mean
+
+Where parameters are not sharded, and nothing is cast or offloaded, ``shard`` is this rank's part of ``full`` itself.
+
+[Note: full and piece]
+Each parameter of the model has two objects: ``full``, a view of the full buffer in the parameter's shape, which stands in
+the modules while they run; and ``piece``, what of it lies in this rank's shard (1-D, perhaps empty; where there is but
+one part, the whole in its own shape), which stands there at all other times, so that ``module.parameters()`` gives an
+optimizer what it is to update. Freeing resizes the buffer's storage to nothing: what autograd saved for the backward
+pass are views of that storage, and find their values in it once it has been gathered again. That is torch's FSDP's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...reducer.bucket import allocate
+from ...reducer.reduce import Named, Waitable, Wire, start_gather, start_mean, start_scatter_mean
+from .ledger import Kind, Ledger
+from .options import Precision, Ranks, Strategy
+from .wrap import Place
+
+__all__ = ["FlatParameter", "Layout", "Slot"]
+
+_ALIGNMENT = 16  # elements: shards start on a cache line
+
+
+class Slot(NamedTuple):
+    """A parameter in the flat buffer: elements ``start`` to ``stop``, of which this rank's shard has ``own``.
+
+    ``own`` counts from the parameter's first element; ``kept`` is the same part counted from the shard's first.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    own: slice
+    kept: slice
+    full: nn.Parameter
+    piece: nn.Parameter
+    grad: list[bool]  # one element: whether its gradient has arrived since the last reduction
+    places: list[Place]
+
+
+class Layout(NamedTuple):
+    """How an engine lays its parameters out."""
+
+    strategy: Strategy
+    ranks: Ranks
+    precision: Precision
+    gather_compression: object
+    offload: str | None
+    ledger: Ledger
+
+
+class FlatParameter:
+    """The ``named`` parameters of one unit: of one dtype, on one device, all trained or all frozen."""
+
+    def __init__(self, name: str, named: Sequence[tuple[str, nn.Parameter, list[Place]]], layout: Layout) -> None:
+        first = named[0][1]
+        self.name, self.layout = name, layout
+        self.dtype, self.device, self.is_trained = first.dtype, first.device, first.requires_grad
+        self.full_dtype, self.reduce_dtype = layout.precision.of(first.dtype)
+        self.is_offloaded = layout.offload is not None
+        self.home = torch.device("cpu") if self.is_offloaded else first.device  # of what the optimizer sees
+        total, parts = sum(p.numel() for _, p, _ in named), layout.ranks.parts
+        self.numel = -(-total // (parts * _ALIGNMENT)) * parts * _ALIGNMENT
+        length = self.numel // parts
+        self.own = slice(layout.ranks.own * length, (layout.ranks.own + 1) * length)
+        self._is_aliased = (
+            not layout.strategy.shards_parameters
+            and self.full_dtype == self.dtype
+            and not self.is_offloaded
+            and layout.gather_compression is None
+        )
+        self._full = torch.zeros(self.numel, dtype=self.full_dtype, device=self.device)
+        self._shard = self._full[self.own] if self._is_aliased else self._zeros(self.dtype, self.home)
+        self._resident: torch.Tensor | None = None  # the shard on the device, if its home is elsewhere
+        if layout.offload == "optimizer" and layout.strategy.shards_parameters:
+            self._resident = self._zeros(self.full_dtype, self.device)
+        self.is_full = False  # whether the full buffer has the shards' values, but for later changes of these
+        self._seen_version = -1  # of the shard, when it was gathered
+        self._grad: torch.Tensor | None = None
+        self._shard_grad: torch.Tensor | None = None
+        self._out: torch.Tensor | None = None  # of a reduction, if it cannot be the shard's gradient itself
+        self._result: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None  # what the gradients were before this reduction
+        self.slots = list(self._lay_out(named))
+        self._count_parameters()
+
+    # -- layout -----------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, named: Sequence[tuple[str, nn.Parameter, list[Place]]]) -> Iterator[Slot]:
+        start, is_whole = 0, self.layout.ranks.parts == 1
+        for name, parameter, places in named:
+            stop = start + parameter.numel()
+            low, high = max(start, self.own.start), min(stop, self.own.stop)
+            high = max(low, high)
+            own = slice(low - start, high - start) if low < high else slice(0, 0)
+            kept = slice(low - self.own.start, high - self.own.start) if low < high else slice(0, 0)
+            part = self._shard.detach()[kept]  # shares the version that ``gather`` goes by
+            part.copy_(parameter.detach().reshape(-1)[own])
+            piece = nn.Parameter(part.view(parameter.shape) if is_whole else part, parameter.requires_grad)
+            full = nn.Parameter(self._full.data[start:stop].view(parameter.shape), parameter.requires_grad)
+            for each in (piece, full):
+                each.__dict__.update(parameter.__dict__)
+            yield Slot(name, parameter.shape, start, stop, own, kept, full, piece, [False], places)
+            start = stop
+
+    def show(self, is_full: bool) -> None:
+        """Puts the full parameters into the modules, or the pieces."""
+        for slot in self.slots:
+            for place in slot.places:
+                place.module._parameters[place.name] = slot.full if is_full else slot.piece
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the full parameters have to be gathered before they are used. Alike on all ranks."""
+        return not self.is_full or self._shard._version != self._seen_version
+
+    def gather(self, wire: Wire | None) -> Waitable | None:
+        """Starts to fill the full buffer; None if that is done on return."""
+        version = self._shard._version
+        if self._full.untyped_storage().nbytes() == 0:
+            self._full.untyped_storage().resize_(self._full.nbytes)
+            self._count("parameters", self._full.nbytes)
+        source = self._source(version != self._seen_version, wire is not None)
+        self.is_full, self._seen_version = True, version
+        return None if wire is None else start_gather(wire, self._full.data, source, self.name)
+
+    def _source(self, is_stale: bool, is_gathered: bool) -> torch.Tensor:
+        """Returns this rank's part as it is to be gathered: the shard if it can be, else a copy in its place."""
+        shard, own = self._shard.data, self._full.data[self.own]
+        if self._resident is not None:
+            if is_stale:
+                self._resident.copy_(shard)
+            shard = self._resident
+        is_here = not self.is_offloaded or self._resident is not None
+        if is_here and is_gathered and shard.dtype == own.dtype:
+            return shard
+        if not self._is_aliased:
+            own.copy_(shard)
+        return own
+
+    def is_at(self, address: int) -> bool:
+        """Whether the full parameters are in the storage at ``address``."""
+        return self._full.untyped_storage().data_ptr() == address
+
+    def expire(self) -> None:
+        """What was gathered is no longer what the shards are, though no version of a tensor may say so."""
+        self._seen_version = -1
+
+    def free(self) -> None:
+        """Gives the full buffer's memory back, where parameters are sharded."""
+        if self.layout.strategy.shards_parameters and self._full.untyped_storage().nbytes():
+            self._full.untyped_storage().resize_(0)
+            self._count("parameters", -self._full.nbytes)
+            self.is_full = False
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def take(self, slot: Slot) -> None:
+        """Adds the gradient that autograd left at ``slot`` to the buffer."""
+        gradient = slot.full.grad
+        assert gradient is not None, "called after it was accumulated"
+        self._count("gradients", gradient.nbytes)
+        if not any(each.grad[0] for each in self.slots):
+            self._keep_pieces()
+        view = self._buffer()[slot.start : slot.stop].view(slot.shape)
+        if slot.grad[0]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        slot.grad[0], slot.full.grad = True, None
+        self._count("gradients", -gradient.nbytes)
+
+    def start_reduce(self) -> Waitable | None:
+        """Starts to reduce what has arrived, zeros for what has not; None if that is done on return."""
+        if not any(slot.grad[0] for slot in self.slots):
+            self._keep_pieces()
+        buffer, ranks = self._buffer(), self.layout.ranks
+        for slot in self.slots:
+            if not slot.grad[0]:
+                buffer[slot.start : slot.stop].zero_()
+        if ranks.shards is None:
+            self._out = buffer
+            assert ranks.replicas is not None, "ranks are of one kind at least"
+            views = ((slot.name, buffer[slot.start : slot.stop].view(slot.shape)) for slot in self.slots)
+            return start_mean(ranks.replicas, buffer, [Named(*each) for each in views])
+        if self.layout.strategy.shards_gradients:
+            is_direct = self.reduce_dtype == self.dtype and not self.is_offloaded
+            self._out = self._own_gradient() if is_direct else self._zeros(self.reduce_dtype, self.device)
+        else:
+            self._out = buffer[self.own]
+        return start_scatter_mean(ranks.shards, buffer, self._out, self.name, ranks.replicas)
+
+    def finish_reduce(self) -> None:
+        """Called once the reduction is complete: brings its result to where it belongs, and frees the buffer."""
+        assert self._out is not None, "a reduction was started"
+        is_direct = self.reduce_dtype == self.dtype and not self.is_offloaded
+        self._result = self._out if is_direct else self._own_gradient()
+        if not is_direct:
+            self._result.copy_(self._out)
+        if self._kept is not None:
+            self._result.add_(self._kept)
+            self._count("gradients", -self._kept.nbytes, is_host=self.is_offloaded)
+        self._out = self._kept = None
+        if self.layout.strategy.shards_gradients and self._grad is not None:
+            self._count("gradients", -self._grad.nbytes)
+            self._grad = None
+        for slot in self.slots:
+            slot.grad[0] = False
+
+    def hand_out(self, is_used: Sequence[bool] | None = None) -> None:
+        """Gives the pieces their gradients; not those outside ``is_used`` that had none."""
+        assert self._result is not None, "a reduction was finished"
+        for index, slot in enumerate(self.slots):
+            if is_used is None or is_used[index] or slot.piece.grad is not None:
+                slot.piece.grad = self._result[slot.kept].view_as(slot.piece)
+        self._result = None
+
+    def drop(self) -> None:
+        """Forgets what has arrived; the pieces keep the gradients that they have."""
+        self._out = self._result = self._kept = None
+        for slot in self.slots:
+            slot.grad[0], slot.full.grad = False, None
+
+    def _buffer(self) -> torch.Tensor:
+        """Returns the buffer of unreduced gradients. What is padding stays zero."""
+        if self._grad is None:
+            replicas = self.layout.ranks.replicas
+            if self.layout.ranks.shards is None and replicas is not None:
+                self._grad = allocate(self.numel, self.reduce_dtype, self.device, replicas.group)
+            else:
+                self._grad = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.device)
+            self._grad[self.slots[-1].stop :].zero_()
+            self._count("gradients", self._grad.nbytes)
+        return self._grad
+
+    def _own_gradient(self) -> torch.Tensor:
+        if self._shard_grad is None:
+            self._shard_grad = self._zeros(self.dtype, self.home)
+            self._count("gradients", self._shard_grad.nbytes, is_host=self.is_offloaded)
+        return self._shard_grad
+
+    def _keep_pieces(self) -> None:
+        """Sets aside gradients that are to grow: the reduction writes where they lie."""
+        if all(slot.piece.grad is None for slot in self.slots):
+            return
+        self._kept = self._zeros(self.dtype, self.home)
+        self._count("gradients", self._kept.nbytes, is_host=self.is_offloaded)
+        for slot in self.slots:
+            if slot.piece.grad is not None:
+                self._kept[slot.kept].copy_(slot.piece.grad.reshape(-1))
+
+    # -- books ------------------------------------------------------------------------------------------------------
+
+    def _zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a buffer of a shard's length."""
+        return torch.zeros(self.own.stop - self.own.start, dtype=dtype, device=device)
+
+    def _count_parameters(self) -> None:
+        """What stays: full parameters that are not sharded, the shards, and their copies on the device."""
+        if self.layout.strategy.shards_parameters:
+            self._full.untyped_storage().resize_(0)
+        else:
+            self._count("parameters", self._full.nbytes)
+        if not self._is_aliased:
+            self._count("parameters", self._shard.nbytes, is_host=self.is_offloaded)
+        if self._resident is not None:
+            self._count("parameters", self._resident.nbytes)
+
+    def _count(self, kind: Kind, nbytes: int, *, is_host: bool = False) -> None:
+        self.layout.ledger.add(kind, nbytes, is_host=is_host)

@@ -1,0 +1,266 @@
+"""Sharded data parallelism: each rank keeps a part of the model's states, and has the rest while it computes with it.
+
+    strategy           in part on each rank                   a step moves (P: bytes of the parameters)
+    no_shard           nothing: the identity                  all_reduce of P
+    shard_optimizer    optimizer states            (ZeRO-1)   reduce_scatter and all_gather of P
+    shard_grad_op      and gradients               (ZeRO-2)   reduce_scatter and all_gather of P
+    full_shard         and parameters              (ZeRO-3)   reduce_scatter and two all_gathers of P
+    hybrid_shard       as full_shard, inside groups           the same inside them, all_reduce of parts between them
+
+One path serves all: ``flat.py`` holds a unit's parameters, shard and gradients, ``passes.py`` says what happens when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import pycomm
+
+from ...errors import CollectiveMismatchError, ConfigError, PycommError
+from ...reducer.reduce import Wire, start_sum
+from .._agreement import check_same_model
+from .._buffers import average_tensors, broadcast_tensors
+from .flat import FlatParameter, Layout
+from .ledger import Ledger, MemoryStats
+from .options import OFFLOADS, Precision, ranks_of, strategy_of
+from .passes import Passes, Unit
+from .wrap import Found, Policy, find_units, materialize
+
+__all__ = ["FullyShardedDataParallel", "fully_shard"]
+
+_WRAPPED = "module."
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Trains ``module`` with its states divided over the ranks of ``group``; after ``backward()`` gradients are means.
+
+    Made by every rank, which must have built the same model (CollectiveMismatchError names the first parameter that
+    differs, and the ranks); it starts from rank 0's parameters. Afterwards ``module.parameters()`` are what of them lies
+    on this rank, 1-D: make the optimizer then. ``state_dict`` has the module's own names, see ``state.py``.
+
+    - ``strategy``: "no_shard", "shard_optimizer", "shard_grad_op", "full_shard" or "hybrid_shard", for which ``group``
+      is a Mesh of two axes, the inner of which shards, or a pair (replicas, shards).
+    - ``wrap``: which modules inside are units of their own, gathered and freed together: a class or several, names, the
+      least number of elements, or f(name, module) -> bool. None: the whole module is one unit.
+    - ``reshard_after_forward``: free a unit's parameters after its forward pass, and gather them again for backward.
+    - ``param_dtype``, ``reduce_dtype``: of computation, and of gradients on the wire; the shards keep their dtype.
+    - ``offload``: keep in the host's memory "optimizer" states (and the shards that they are for; the device has a copy),
+      or "parameters" too, which then are copied to the device when they are gathered.
+    - ``compression``, ``gather_compression``: of gradients and of gathered parameters, as of ``pycomm.all_reduce``. All
+      ranks compute with the same rounded parameters; the shards are not rounded.
+    - ``buffers``: as for DistributedDataParallel.  ``find_unused_parameters``: likewise.
+    - ``prefetch``: so many units are gathered ahead of the one that computes, where calls run beside it.
+    - ``overlap``: gather and reduce on a CommStream while Python computes; None: where the wire leaves the host.
+    - ``initialize``: called with each module whose parameters are on the meta device, once they have memory, such as
+      ``lambda module: module.reset_parameters()``; unit by unit, so that no rank ever holds the whole model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Any = None,
+        *,
+        strategy: str = "full_shard",
+        wrap: Policy = None,
+        reshard_after_forward: bool = True,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        offload: Literal["optimizer", "parameters"] | None = None,
+        compression: Any = None,
+        gather_compression: Any = None,
+        buffers: Literal["broadcast", "average"] | None = "broadcast",
+        find_unused_parameters: bool = False,
+        prefetch: int = 1,
+        overlap: bool | None = None,
+        initialize: Callable[[nn.Module], None] | None = None,
+        measures_activations: bool = False,
+    ) -> None:
+        super().__init__()
+        chosen = strategy_of(strategy)
+        _check_choices(chosen.shards_parameters, offload, buffers, prefetch)
+        precision = Precision(param_dtype, reduce_dtype)
+        precision.of(torch.float32)
+        found = find_units(module, wrap)
+        self.module = module
+        self.buffers_mode = buffers
+        self._ranks = ranks_of(chosen, group, compression, overlap)
+        self._check_same_model(initialize is not None)
+        self._ledger = Ledger()
+        layout = Layout(chosen, self._ranks, precision, gather_compression, offload, self._ledger)
+        self.units = self._shard(found, layout, initialize)
+        self._passes = Passes(
+            self.units,
+            layout,
+            reshards_after_forward=reshard_after_forward and chosen.shards_parameters,
+            prefetch=prefetch,
+            finds_unused=find_unused_parameters,
+            around=self._around_forward,
+        )
+        self._known = [(id(p), p.requires_grad) for p in module.parameters()]
+        self._measures_activations = measures_activations
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _check_same_model(self, may_be_meta: bool) -> None:
+        """Raises on every rank if one has another model, also if that rank is in another group."""
+        error: PycommError | None = None
+        for group in self._ranks.groups:
+            try:
+                named = list(self.module.named_parameters())
+                check_same_model(named, group, "FullyShardedDataParallel", may_be_meta=may_be_meta)
+            except PycommError as found:
+                error = error or found
+            told = torch.tensor([error is not None], dtype=torch.int32)
+            start_sum(Wire(group, is_async=False), told)
+            if told.any() and error is None:
+                error = CollectiveMismatchError(
+                    "FullyShardedDataParallel: ranks of another group have a model that does not fit; they say which"
+                )
+        if error is not None:
+            raise error
+
+    def _shard(
+        self, found: list[Found], layout: Layout, initialize: Callable[[nn.Module], None] | None
+    ) -> list[Unit]:
+        """Makes the units, the inner ones first, each from rank 0's values."""
+        units = []
+        real = (p.device for p in self.module.parameters() if not p.is_meta)
+        device = next(real, torch.empty(0).device)
+        for index, each in reversed(list(enumerate(found))):
+            if initialize is not None:
+                each = materialize(each, initialize, device)
+            for group in layout.ranks.groups:
+                broadcast_tensors([p for _, p, _ in each.parameters], group)
+            kinds: dict[Any, list[Any]] = {}
+            for parameter in each.parameters:
+                kinds.setdefault((parameter[1].dtype, parameter[1].device, parameter[1].requires_grad), []).append(parameter)
+            flats = [
+                FlatParameter(f"fsdp:{each.name}:{place}", named, layout) for place, named in enumerate(kinds.values())
+            ]
+            units.append(Unit(index, each.name, each.module, flats))
+            units[-1].show(False)
+        if not any(unit.trained for unit in units):
+            raise ConfigError(
+                "there is no parameter that requires a gradient: nothing to reduce; use the module as it is"
+            )
+        for group in layout.ranks.groups:
+            broadcast_tensors(self.module.buffers(), group)
+        return units[::-1]
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, whose hooks do the rest."""
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _around_forward(self) -> Iterator[None]:
+        self._check_unchanged()
+        if torch.is_grad_enabled() and self.module.training and self._passes.is_enabled:
+            buffers = list(self.module.buffers())
+            for group in self._ranks.groups if buffers else ():
+                if self.buffers_mode == "broadcast":
+                    broadcast_tensors(buffers, group)
+                elif self.buffers_mode == "average":
+                    average_tensors(buffers, group)
+        if not self._measures_activations:
+            yield
+            return
+        with self._ledger.watch_activations(lambda address: any(flat.is_at(address) for unit in self.units for flat in unit.flats)):
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only accumulate, unsharded; the next backward pass outside reduces the sums.
+
+        Around forward and backward of all micro-batches but the last. Passes outside of it add up, too, in the shards:
+        that takes less memory and more communication.
+        """
+        was, self._passes.is_enabled = self._passes.is_enabled, False
+        try:
+            yield
+        finally:
+            self._passes.is_enabled = was
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradients down to a 2-norm of at most ``max_norm`` over the whole model; returns the norm it was.
+
+        Called by every rank; all get the same number.
+        """
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None and p.grad.numel()]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+        total = torch.stack(norms).square().sum().view(1) if norms else torch.zeros(1)
+        if self._ranks.shards is not None:
+            start_sum(Wire(self._ranks.shards.group, is_async=False), total)
+        norm = total.sqrt()[0]
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if factor < 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Inside, the module has its full parameters, to be read. Entered by every rank, outside of training passes."""
+        self._passes.reset()
+        try:
+            for unit in self.units:
+                self._passes.gather(unit)
+                unit.show(True)
+            yield
+        finally:
+            for unit in self.units:
+                unit.show(False)
+                unit.free()
+
+    def memory_stats(self) -> MemoryStats:
+        """Returns this rank's bytes by class, now and at the peak since construction or ``reset_peak_memory_stats``.
+
+        The optimizer's are known once it has stepped.
+        """
+        self._ledger.put("buffers", sum(buffer.nbytes for buffer in self.module.buffers()))
+        return self._ledger.stats()
+
+    def reset_peak_memory_stats(self) -> None:
+        """From here on peaks are those of what follows."""
+        self._ledger.reset_peaks()
+
+    def _check_unchanged(self) -> None:
+        now = [(id(p), p.requires_grad) for p in self.module.parameters()]
+        if now == self._known:
+            return
+        known = dict(self._known)
+        changed = [name for name, p in self.module.named_parameters() if known.get(id(p)) != p.requires_grad]
+        raise ConfigError(
+            f"forward: the module's parameters are not those that were sharded: expected {len(self._known)}, got "
+            f"{len(now)}; new, replaced, or with another requires_grad: {', '.join(changed[:8]) or 'none, but some are gone'}. "
+            f"Change a module before it is sharded"
+        )
+
+
+def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullyShardedDataParallel:
+    """Shards ``module`` in place: it can be called as before, and trains sharded.
+
+    Returns the engine, which has ``no_sync``, ``clip_grad_norm_`` and the rest; arguments and errors are those of
+    FullyShardedDataParallel.
+    """
+    return FullyShardedDataParallel(module, group, **options)
+
+
+def _check_choices(shards_parameters: bool, offload: Any, buffers: Any, prefetch: int) -> None:
+    if offload not in OFFLOADS:
+        raise ConfigError(f"offload: expected one of {OFFLOADS}, got {offload!r}")
+    if offload == "parameters" and not shards_parameters:
+        raise ConfigError(
+            "offload='parameters': expected a strategy that shards parameters, for which only those in use are on the "
+            "device; take full_shard or hybrid_shard, or offload='optimizer'"
+        )
+    if buffers not in ("broadcast", "average", None):
+        raise ConfigError(f"buffers: expected 'broadcast', 'average' or None, got {buffers!r}")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ConfigError(f"prefetch: expected a number of units >= 0, got {prefetch!r}")

@@ -1,0 +1,332 @@
+"""What happens when: hooks around the units' forward passes, and what follows from gradients as they arrive.
+
+    before forward     its parameters are gathered; those of the units that come next are on their way
+    after forward      they are freed, where parameters are sharded; not those of the outermost unit, needed again at once
+    before backward    gathered again, when a gradient reaches an output of the unit; the unit before it is on its way
+    gradients arrive   the last one of a unit frees its parameters and starts the reduction
+    end of backward    what is missing counts as zeros; all reductions are waited for; the ranks compare notes
+
+[Note: one order on every rank]
+Reductions are started in the reverse of the order in which the units ran forward, whatever order they finish in; and the
+order of all gathers and reductions is hashed. At the end of a backward pass the ranks compare the hashes with one small
+all_reduce, which also says whether a rank had parameters without a gradient. So ranks that run different units get an
+error before an optimizer steps, also if all shapes fit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import pycomm
+
+from ...errors import CollectiveMismatchError, ConfigError
+from ...reducer.reduce import Waitable, Wire
+from .flat import FlatParameter, Layout, Slot
+
+__all__ = ["Passes", "Unit"]
+
+_NAMED = 8  # of the parameters that an error names
+
+
+class Unit:
+    """A module whose parameters are gathered together; ``index`` counts the units, 0 is the outermost."""
+
+    def __init__(self, index: int, name: str, module: nn.Module, flats: Sequence[FlatParameter]) -> None:
+        self.index, self.name, self.module, self.flats = index, name, module, flats
+        self.trained = [flat for flat in flats if flat.is_trained]
+        self.expected = sum(len(flat.slots) for flat in self.trained)  # gradients in a pass
+        self.arrived: set[str] = set()  # those of this pass
+        self.gathers: list[Waitable] = []
+        self.reductions: list[Waitable] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients of this pass are there."""
+        return len(self.arrived) == self.expected
+
+    def wait_gathered(self) -> None:
+        """Waits for the parameters that are on their way."""
+        gathers, self.gathers = self.gathers, []
+        for work in gathers:
+            work.wait()
+
+    def finish_reduce(self) -> None:
+        """Waits for the reductions that were started and finishes them."""
+        reductions, self.reductions = self.reductions, []
+        for work in reductions:
+            work.wait()
+        for flat in self.trained:
+            flat.finish_reduce()
+
+    def free(self) -> None:
+        """Frees the full parameters. What is on its way to them is waited for."""
+        self.wait_gathered()
+        for flat in self.flats:
+            flat.free()
+
+    def show(self, is_full: bool) -> None:
+        """Puts the full parameters into the modules, or the pieces."""
+        for flat in self.flats:
+            flat.show(is_full)
+
+
+class Passes:
+    """Runs the ``units`` of a model; ``around()`` gives the context of a forward pass of the whole."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        layout: Layout,
+        *,
+        reshards_after_forward: bool,
+        prefetch: int,
+        finds_unused: bool,
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.units = units
+        self.is_enabled = True  # False: gradients only accumulate
+        self._layout = layout
+        shards = layout.ranks.shards
+        self._gathers: Wire | None = None if shards is None else shards._replace(compression=layout.gather_compression)
+        self._reshards = reshards_after_forward
+        self._prefetch = prefetch if shards is not None and shards.stream is not None else 0
+        self._finds_unused = finds_unused
+        self._around = around
+        self._context: AbstractContextManager[Any] = nullcontext()
+        self._order = list(range(len(units)))  # in which the units run forward: this rank's
+        self._agreed_order = self._order  # and that of rank 0 in the first pass: reductions go by its reverse
+        self._has_agreed = False
+        self._running: list[int] = []  # the units of this forward pass
+        self._is_backward = False
+        self._next = 0  # of the reversed order: the unit to reduce next
+        self._reducing: list[Unit] = []
+        self._missing: dict[str, bool] = {}  # of the reduced parameters: whether this rank had no gradient
+        self._hash = 0
+        for unit in units:
+            unit.module.register_forward_pre_hook(
+                partial(self._before_forward, unit.index), prepend=True, with_kwargs=True
+            )
+            unit.module.register_forward_hook(partial(self._after_forward, unit.index), always_call=True)
+            for flat in unit.trained:
+                for slot in flat.slots:
+                    arrived = partial(self._arrived, unit, flat, slot)
+                    slot.full.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, index: int, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns the inputs in the dtype that is computed with, or None to leave them."""
+        unit = self.units[index]
+        is_first_time = not _is_inside_backward()  # else it is computed again for a checkpoint
+        if index == 0 and is_first_time:
+            self.reset()
+            self._running = []
+            self._context = self._around()
+            self._context.__enter__()
+        self._start_gather(unit)
+        if is_first_time:
+            self._running.append(index)
+            self._look_ahead(self._order, index)
+        unit.wait_gathered()
+        unit.show(True)
+        dtype = self._layout.precision.param_dtype
+        if dtype is None:
+            return None
+        cast = lambda each: each.to(dtype) if each.is_floating_point() else each  # noqa: E731
+        return tree_map_only(torch.Tensor, cast, (args, kwargs))
+
+    def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Called also if the forward pass raised."""
+        unit = self.units[index]
+        unit.show(False)
+        if torch.is_grad_enabled():
+            hook = partial(self._before_backward, index)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if _is_inside_backward():
+            return
+        if not torch.is_grad_enabled() or (self._reshards and index != 0):
+            unit.free()
+        if index == 0:
+            self._context.__exit__(None, None, None)
+            run = list(dict.fromkeys(self._running))
+            self._order = run + [each for each in range(len(self.units)) if each not in run]
+
+    def gather(self, unit: Unit) -> None:
+        """Gathers the parameters of a unit. Called by every rank."""
+        self._start_gather(unit)
+        unit.wait_gathered()
+
+    def _start_gather(self, unit: Unit) -> None:
+        for place, flat in enumerate(unit.flats):
+            if flat.is_due:
+                self._note(unit.index, place, 0)
+                work = flat.gather(self._gathers)
+                if work is not None:
+                    unit.gathers.append(work)
+
+    def _look_ahead(self, order: Sequence[int], index: int) -> None:
+        """Lets the parameters of the next units come while this one computes."""
+        at = order.index(index) + 1
+        for ahead in order[at : at + self._prefetch]:
+            self._start_gather(self.units[ahead])
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _before_backward(self, index: int, _gradient: torch.Tensor) -> None:
+        """Called when a gradient has reached an output of the unit."""
+        unit = self.units[index]
+        if not self._is_backward:
+            self._begin_backward()
+        if unit.expected and unit.is_complete:  # of an earlier use of its output; nothing of it is to be computed
+            return
+        self._start_gather(unit)
+        ahead = [each for each in reversed(self._order) if each == index or not self.units[each].is_complete]
+        self._look_ahead(ahead, index)
+        unit.wait_gathered()
+
+    def _begin_backward(self) -> None:
+        self._is_backward = True
+        self._next = 0
+        self._missing = {}
+        for unit in self.units:
+            unit.arrived.clear()
+        Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _arrived(self, unit: Unit, flat: FlatParameter, slot: Slot, _parameter: torch.Tensor) -> None:
+        """Autograd has finished the gradient at ``slot``."""
+        if not self._is_backward:
+            self._begin_backward()
+        if slot.name in unit.arrived:
+            raise ConfigError(
+                f"backward: parameter {slot.name!r} got more than one gradient in a pass, and the first may be on its "
+                f"way already. Reentrant checkpointing of a module that is used twice does that: use "
+                f"checkpoint(use_reentrant=False)"
+            )
+        flat.take(slot)
+        unit.arrived.add(slot.name)
+        if not unit.is_complete:
+            return
+        if len(unit.flats) == len(unit.trained):  # what is frozen may yet be needed for gradients of inputs
+            unit.free()
+        if self.is_enabled:
+            order = self._agreed_order
+            while self._next < len(order) and self.units[order[-1 - self._next]].is_complete:
+                self._start_reduce(self.units[order[-1 - self._next]])
+
+    def _start_reduce(self, unit: Unit) -> None:
+        self._next += 1
+        if not unit.trained:
+            return
+        for place, flat in enumerate(unit.trained):
+            self._missing.update((slot.name, not slot.grad[0]) for slot in flat.slots)
+            self._note(unit.index, place, 1)
+            work = flat.start_reduce()
+            if work is not None:
+                unit.reductions.append(work)
+        self._reducing.append(unit)
+        self._finish_reduce(leaving=1 + self._prefetch if unit.reductions else 0)
+
+    def _finish_reduce(self, leaving: int) -> None:
+        """Finishes reductions, the oldest first, until so many are under way; each holds a buffer."""
+        while len(self._reducing) > leaving:
+            self._reducing.pop(0).finish_reduce()
+
+    def _end_of_backward(self) -> None:
+        self._is_backward = False
+        if self.is_enabled:
+            self.reduce_rest()
+        for unit in self.units:
+            unit.free()
+
+    def reduce_rest(self) -> None:
+        """Reduces what has not been reduced in this pass and waits for all; see the note on top of this file."""
+        for index in list(reversed(self._agreed_order))[self._next :]:
+            self._start_reduce(self.units[index])
+        self._finish_reduce(leaving=0)
+        self._next = 0
+        self._check()
+        is_used = self._used_somewhere() if self._finds_unused else None
+        for unit in self.units:
+            for flat in unit.trained:
+                flat.hand_out(None if is_used is None else [is_used[slot.name] for slot in flat.slots])
+                flat.expire()
+        if not self._has_agreed:
+            self._agree_on_order()
+
+    def reset(self) -> None:
+        """Puts an end to a backward pass that raised in the middle; its gradients are dropped."""
+        if not self._is_backward:
+            return
+        self._is_backward = False
+        for unit in self.units:
+            for work in unit.reductions:
+                work.wait()
+            unit.reductions = []
+            unit.free()
+            for flat in unit.trained:
+                flat.drop()
+        self._reducing = []
+
+    # -- what the ranks tell each other ------------------------------------------------------------------------------
+
+    def _note(self, *event: int) -> None:
+        if self._layout.ranks.shards is not None:
+            self._hash = zlib.crc32(bytes(str(event), "ascii"), self._hash)
+
+    def _check(self) -> None:
+        """Raises on every rank if they ran different units, or if a parameter had no gradient on one."""
+        lacking = [] if self._finds_unused else [name for name, is_missing in self._missing.items() if is_missing]
+        told = torch.tensor([len(lacking), self._hash, -self._hash], dtype=torch.int64)
+        self._hash = 0
+        for group in self._layout.ranks.groups:
+            pycomm.all_reduce(told, pycomm.ReduceOp.MAX, group)
+        most, high, low = told.tolist()
+        if high != -low:
+            raise CollectiveMismatchError(
+                "backward: the ranks gathered and reduced different units, or in another order; what was gathered is "
+                f"wrong. This rank ran {[self.units[each].name or '(outermost)' for each in self._order]}. Run the "
+                "same modules on every rank in every step"
+            )
+        if most == 0:
+            return
+        names: list[str] = []
+        for group in self._layout.ranks.groups:
+            everyone: list[Any] = [None] * group.world_size
+            pycomm.all_gather_object(everyone, names or _named(group, lacking), group)
+            names = [each for part in everyone for each in part]
+        raise ConfigError(
+            f"backward: up to {most} parameters got no gradient on some ranks ({'; '.join(names)}), expected one for "
+            f"each that requires it. If your model does not use all parameters in every step, pass "
+            f"find_unused_parameters=True; if it never does, call requires_grad_(False) on them before wrapping"
+        )
+
+    def _used_somewhere(self) -> dict[str, bool]:
+        used = torch.tensor([not is_missing for is_missing in self._missing.values()], dtype=torch.uint8)
+        for group in self._layout.ranks.groups:
+            pycomm.all_reduce(used, pycomm.ReduceOp.MAX, group)
+        return dict(zip(self._missing, used.bool().tolist()))
+
+    def _agree_on_order(self) -> None:
+        order = torch.tensor(self._order)
+        for group in self._layout.ranks.groups:
+            pycomm.broadcast(order, group=group, group_src=0)
+        self._agreed_order, self._has_agreed = order.tolist(), True
+
+
+def _named(group: pycomm.Group, lacking: Sequence[str]) -> list[str]:
+    return [f"rank {group.rank} of group {group.name}: {', '.join(lacking[:_NAMED])}"] if lacking else []
+
+
+def _is_inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
