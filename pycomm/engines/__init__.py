@@ -1,4 +1,4 @@
-"""Engines that train on the primitives: data parallel, pipeline, tensor parallel. The public names are in ``pycomm``.
+"""Engines that train on the primitives: data parallel, sharded, pipeline, tensor parallel. Public names: ``pycomm``.
 
 An engine uses the package's public interface alone, as a program of yours could; gradients cross the wire in
 ``reducer/reduce.py``.

@@ -27,10 +27,9 @@ from ..reducer.reducer import BucketHook, Reducer
 from ._agreement import check_same_model, trained_parameters
 from ._buffers import average_tensors, broadcast_tensors
 from ._join import Join
+from ._names import keep_names
 
 __all__ = ["DistributedDataParallel"]
-
-_WRAPPED = "module."
 
 
 class DistributedDataParallel(nn.Module):
@@ -81,8 +80,7 @@ class DistributedDataParallel(nn.Module):
         self._known = [(id(p), p.requires_grad) for p in module.parameters()]
         self._join: Join | None = None
         self.sync_parameters()
-        self.register_state_dict_post_hook(_without_wrapper)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_wrapper)  # type: ignore[no-untyped-call]
+        keep_names(self)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -195,14 +193,3 @@ class DistributedDataParallel(nn.Module):
             f"{len(self._known)}, got {len(now)}; new, replaced, or with another requires_grad: "
             f"{', '.join(changed[:8]) or 'none, but some are gone'}. Wrap the module again after changing it"
         )
-
-
-def _without_wrapper(_module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
-    """The names in a checkpoint are the wrapped module's own."""
-    for name in [name for name in state if name.startswith(prefix + _WRAPPED)]:
-        state[prefix + name.removeprefix(prefix + _WRAPPED)] = state.pop(name)
-
-
-def _with_wrapper(_module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[prefix + _WRAPPED + name.removeprefix(prefix)] = state.pop(name)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pycomm
-from engines.cases import MODELS, OPTIMIZERS, batches, loss_of, make, relative_error, train_alone
+from engines.cases import MODELS, OPTIMIZERS, Attention, TinyGPT, batches, loss_of, make, relative_error, train_alone
 from engines.test_ddp import BOUND
 from harness import run_ranks
+from pycomm.engines.tensor import ColumnParallelLinear, RowParallelLinear
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 WRAP = {"mlp": nn.Linear, "conv": (nn.Conv2d, nn.BatchNorm2d), "gpt": ["blocks.0", "blocks.1"]}
@@ -23,7 +25,9 @@ WRAP = {"mlp": nn.Linear, "conv": (nn.Conv2d, nn.BatchNorm2d), "gpt": ["blocks.0
 
 def whole_state(fsdp: pycomm.FullyShardedDataParallel) -> dict[str, torch.Tensor]:
     with fsdp.full_parameters():
-        state = {name: parameter.detach().clone() for name, parameter in fsdp.module.named_parameters(remove_duplicate=False)}
+        state = {
+            name: parameter.detach().clone() for name, parameter in fsdp.module.named_parameters(remove_duplicate=False)
+        }
     return {**state, **{name: buffer.clone() for name, buffer in fsdp.module.named_buffers()}}
 
 
@@ -87,4 +91,325 @@ def equality_job(rank: int) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_equals_one_process_on_the_joined_batch(world_size: int) -> None:
     for errors in run_ranks(world_size, equality_job, timeout_s=100):
+        assert {what: error for what, error in errors.items() if not error <= 1} == {}
+
+
+# -- everything else ---------------------------------------------------------------------------------------------------
+
+
+def features_job(rank: int) -> None:
+    for check in (
+        choices_change_nothing,
+        lossy_choices_train,
+        identity_keeps_shapes,
+        unused_parameters,
+        frozen_and_reused,
+        checkpointed,
+        clipped,
+        from_meta,
+        state_dicts,
+        several_passes,
+        memory,
+    ):
+        torch.manual_seed(3)
+        check(rank)
+
+
+def test_features() -> None:
+    run_ranks(2, features_job, timeout_s=100)
+
+
+def choices_change_nothing(rank: int) -> None:
+    expected, bound = expected_of("gpt", "adamw"), BOUND[torch.float32]
+    choices: dict[str, dict[str, Any]] = {
+        "one unit": {"wrap": None},
+        "by class": {"wrap": Attention},
+        "by size": {"wrap": 400},
+        "by function": {"wrap": lambda name, module: name == "blocks"},
+        "kept after forward": {"reshard_after_forward": False},
+        "overlapped": {"overlap": True, "prefetch": 2},
+        "overlapped, ZeRO-2": {"overlap": True, "strategy": "shard_grad_op"},
+        "overlapped, none": {"overlap": True, "strategy": "no_shard"},
+        "optimizer offloaded": {"offload": "optimizer"},
+        "optimizer offloaded, ZeRO-1": {"offload": "optimizer", "strategy": "shard_optimizer"},
+        "parameters offloaded": {"offload": "parameters"},
+        "views": {"keeps_views": True},
+        "views, ZeRO-1": {"keeps_views": True, "strategy": "shard_optimizer"},
+        "unused allowed": {"find_unused_parameters": True},
+        "reduced in double": {"reduce_dtype": torch.float64},
+    }
+    for strategy in STRATEGIES:
+        choices[f"accumulated, {strategy}"] = {"accumulate": 2, "strategy": strategy}
+        choices[f"accumulated in shards, {strategy}"] = {"accumulate": 2, "is_synced": True, "strategy": strategy}
+    errors = {what: error_of(train("gpt", "adamw", **each), expected) / bound for what, each in choices.items()}
+    assert {what: error for what, error in errors.items() if not error <= 1} == {}
+
+
+def lossy_choices_train(rank: int) -> None:
+    """Rounded on the wire or in computation, and near all the same."""
+    expected = expected_of("mlp", "sgd")
+    limits: list[tuple[dict[str, Any], float]] = [
+        ({"param_dtype": torch.bfloat16}, 0.06),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "strategy": "shard_grad_op"}, 0.06),
+        ({"param_dtype": torch.bfloat16, "strategy": "no_shard", "offload": "optimizer"}, 0.06),
+        ({"compression": "int8+ef"}, 0.06),
+        ({"compression": "int4+ef", "gather_compression": "int8+ef", "overlap": True}, 0.3),
+        ({"gather_compression": "bf16", "strategy": "shard_optimizer"}, 0.06),
+        ({"compression": "powersgd:2+ef", "strategy": "no_shard"}, 0.5),
+    ]
+    for options, limit in limits:
+        assert error_of(train("mlp", "sgd", **options), expected) < limit, options
+
+
+def identity_keeps_shapes(rank: int) -> None:
+    model = make("gpt")
+    names = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    pycomm.fully_shard(model, strategy="no_shard")
+    assert [(name, tuple(p.shape)) for name, p in model.named_parameters()] == names
+
+
+class Branches(nn.Module):
+    """Uses ``left`` or ``right``, never ``idle``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.idle = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, is_left: bool) -> torch.Tensor:
+        return self.left(x) if is_left else self.right(x)
+
+
+def unused_parameters(rank: int) -> None:
+    fsdp = pycomm.FullyShardedDataParallel(Branches(), find_unused_parameters=True)
+    for _ in range(3):
+        fsdp.zero_grad()
+        fsdp(torch.ones(1, 2), is_left=rank == 0).sum().backward()
+    assert fsdp.module.idle.weight.grad is None
+    assert fsdp.module.left.weight.grad is not None and fsdp.module.right.weight.grad is not None
+    strict = pycomm.FullyShardedDataParallel(Branches(), wrap=nn.Linear, strategy="no_shard")
+    with pytest.raises(pycomm.ConfigError, match=r"rank 0 .*right.weight.*rank 1 .*left.weight"):
+        strict(torch.ones(1, 2), is_left=rank == 0).sum().backward()
+    for strategy in ("shard_grad_op", "full_shard"):  # parts of the wrong unit, of the right size
+        options = {"wrap": nn.Linear, "strategy": strategy, "find_unused_parameters": True}
+        apart = pycomm.FullyShardedDataParallel(Branches(), **options)
+        with pytest.raises(pycomm.CollectiveMismatchError, match="the ranks gathered and reduced different units"):
+            apart(torch.ones(1, 2), is_left=rank == 0).sum().backward()
+
+
+def frozen_and_reused(rank: int) -> None:
+    """A frozen layer before a trained one in a unit, and a unit that is called twice."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.block = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.block(self.first(x)))
+
+    inputs = torch.randn(4, 4)
+    model = Twice()
+    pycomm.broadcast_parameters(model)
+    pycomm.broadcast(inputs, 0)
+    alone = Twice()
+    alone.load_state_dict(model.state_dict())
+    fsdp = pycomm.FullyShardedDataParallel(model, wrap=nn.Sequential)
+    for net, x in ((fsdp, inputs.chunk(2)[rank]), (alone, inputs)):
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    assert error_of(fsdp.full_state_dict(), alone.state_dict()) < BOUND[torch.float32]
+
+
+def checkpointed(rank: int) -> None:
+    """What is computed again finds its parameters gathered."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.inner, self.reentrant = make("mlp"), reentrant
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.inner[:3], x, use_reentrant=self.reentrant)
+            return self.inner[3:](x)
+
+    x, alone = torch.ones(2, 8) + rank, make("mlp")
+    for is_reentrant in (False, True):
+        fsdp = pycomm.FullyShardedDataParallel(Checkpointed(is_reentrant), wrap=nn.Linear)
+        fsdp(x.clone().requires_grad_()).square().sum().backward()
+        alone.zero_grad()
+        (sum(alone(torch.ones(2, 8) + each).square().sum() for each in range(2)) / 2).backward()
+        torch.testing.assert_close(whole_gradient(fsdp), torch.cat([p.grad.reshape(-1) for p in alone.parameters()]))
+
+
+def whole_gradient(fsdp: pycomm.FullyShardedDataParallel) -> torch.Tensor:
+    """Returns the ranks' parts of the gradient, as one SGD step shows them."""
+    before = fsdp.full_state_dict()
+    torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
+    return torch.cat([(before[name] - after).reshape(-1) for name, after in fsdp.full_state_dict().items()])
+
+
+def clipped(rank: int) -> None:
+    inputs, targets = next(batches("gpt"))
+    alone = make("gpt")
+    loss_of(alone, inputs, targets).backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    for strategy in STRATEGIES:
+        fsdp = pycomm.FullyShardedDataParallel(make("gpt"), wrap=WRAP["gpt"], strategy=strategy)
+        loss_of(fsdp, inputs.chunk(2)[rank], targets.chunk(2)[rank]).backward()
+        torch.testing.assert_close(fsdp.clip_grad_norm_(0.1), expected)
+        torch.testing.assert_close(fsdp.clip_grad_norm_(1.0), torch.tensor(0.1))
+
+
+def from_meta(rank: int) -> None:
+    with torch.device("meta"):
+        model = TinyGPT()
+    fsdp = pycomm.FullyShardedDataParallel(
+        model, wrap=WRAP["gpt"], initialize=lambda module: module.reset_parameters(), strategy="full_shard"
+    )
+    state = fsdp.full_state_dict()
+    assert state["head.weight"] is state["embedding.weight"] and not any(each.isnan().any() for each in state.values())
+    loss_of(fsdp, *next(batches("gpt"))).backward()
+    for initialize, words in (
+        (None, "are on the meta device"),
+        (lambda module: None, "still has values that nobody set"),
+    ):
+        with torch.device("meta"):
+            model = nn.Linear(2, 2)
+        with pytest.raises(pycomm.ConfigError, match=words):
+            pycomm.FullyShardedDataParallel(model, initialize=initialize)
+
+
+def state_dicts(rank: int) -> None:
+    """Full states go to an ordinary module and back into another strategy; optimizers likewise."""
+    fsdp = pycomm.fully_shard(make("conv"), wrap=nn.Conv2d)
+    optimizer = OPTIMIZERS["adamw"](fsdp.parameters())
+    inputs, targets = next(batches("conv"))
+
+    def step(net: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        loss_of(net, inputs, targets).backward()
+        optimizer.step()
+
+    step(fsdp, optimizer)
+    assert list(fsdp.state_dict()) == list(make("conv").state_dict())
+    state, moments = fsdp.full_state_dict(), fsdp.optimizer_state_dict(optimizer, full=True)
+    assert fsdp.full_state_dict(rank=0).keys() == (state.keys() if rank == 0 else set())
+    plain = make("conv")
+    plain.load_state_dict(state)
+    other = pycomm.fully_shard(make("conv"), strategy="shard_optimizer", wrap=nn.Linear)
+    other.load_state_dict(state)
+    resumed = OPTIMIZERS["adamw"](other.parameters())
+    other.load_optimizer_state_dict(resumed, moments)
+    mirror = OPTIMIZERS["adamw"](plain.parameters())
+    named = [name for name, _ in plain.named_parameters()]
+    assert list(moments["state"]) == named and moments["state"]["0.weight"]["exp_avg"].shape == plain[0].weight.shape
+    numbered = {index: moments["state"][name] for index, name in enumerate(named)}
+    groups = [{**each, "params": [named.index(name) for name in each["params"]]} for each in moments["param_groups"]]
+    mirror.load_state_dict({"state": numbered, "param_groups": groups})
+    step(fsdp, optimizer), step(other, resumed), step(plain, mirror)
+    bound = BOUND[torch.float32]
+    assert error_of(fsdp.full_state_dict(), plain.state_dict()) < bound
+    assert error_of(other.full_state_dict(), plain.state_dict()) < bound
+    with pytest.raises(pycomm.CheckpointError, match=r"expected shape \(4, 1, 3, 3\), got \(1,\)"):
+        fsdp.load_state_dict({**state, "0.weight": torch.zeros(1)})
+    with pytest.raises(pycomm.ConfigError, match="make it from module.parameters"):
+        fsdp.optimizer_state_dict(mirror)
+
+
+def several_passes(rank: int) -> None:
+    """Evaluation between forward and backward, a loss that is never used, and an error in the middle of a pass."""
+    fsdp = pycomm.FullyShardedDataParallel(make("mlp"), wrap=nn.Linear)
+    inputs, targets = next(batches("mlp"))
+    loss = loss_of(fsdp, inputs, targets)
+    with torch.no_grad():
+        fsdp(inputs)
+    loss.backward()
+    expected = [p.grad.clone() for p in fsdp.parameters()]
+    loss_of(fsdp, inputs, targets)
+    fsdp.zero_grad()
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError("in the middle")
+
+    hidden = fsdp.module[2].register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
+    with pytest.raises(ValueError, match="in the middle"):
+        loss_of(fsdp, inputs, targets).backward()
+    hidden.remove()
+    fsdp.zero_grad()
+    loss_of(fsdp, inputs, targets).backward()
+    torch.testing.assert_close([p.grad for p in fsdp.parameters()], expected)
+
+
+def memory(rank: int) -> None:
+    """Each stage holds what ZeRO's formula says, and the units at work; offloading moves it to the other column."""
+    width, layers = 64, 24
+    unit = width * width * 4
+    whole, stages = layers * unit, {"no_shard": 4.0, "shard_optimizer": 3.0, "shard_grad_op": 2.5, "full_shard": 2.0}
+
+    def peak(**options: Any) -> Any:
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        fsdp = pycomm.FullyShardedDataParallel(model, wrap=nn.Linear, measures_activations=True, **options)
+        optimizer = torch.optim.AdamW(fsdp.parameters())
+        for _ in range(2):
+            fsdp(torch.randn(8, width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return fsdp.memory_stats()
+
+    for strategy, copies in stages.items():
+        stats = peak(strategy=strategy)
+        assert copies * whole <= stats.states.device_peak <= 1.1 * copies * whole, (strategy, stats)
+        assert stats.activations.device_peak == layers * 8 * width * 4 and stats.activations.device == 0
+    shard = whole // 2
+    states = peak(offload="optimizer")
+    assert states.optimizer.device_peak == 0 and states.optimizer.host > 2 * shard and states.parameters.host == shard
+    everything = peak(offload="parameters")
+    assert everything.parameters.device == 0 and everything.parameters.device_peak <= 2 * unit
+    assert everything.gradients.device_peak <= 2 * unit and everything.gradients.host == shard
+
+
+# -- hybrids -----------------------------------------------------------------------------------------------------------
+
+
+def hybrid_job(rank: int) -> dict[str, float]:
+    """Two ranks share a model, twice; and tensor parallelism inside, where shards are of each rank's own layers."""
+    errors, bound = {}, BOUND[torch.float32]
+    mesh = pycomm.Mesh(dp=2, fsdp=2)
+    pair = (mesh.group("dp"), mesh.group("fsdp"))
+    for name, group in (("mlp", mesh), ("conv", pair), ("gpt", mesh)):
+        for accumulate in (1, 3):
+            found = train(name, "adamw", strategy="hybrid_shard", group=group, accumulate=accumulate)
+            if name != "conv" or accumulate == 1:
+                errors[f"{name} {accumulate}"] = error_of(found, expected_of(name, "adamw")) / bound
+    found = train("gpt", "sgd", strategy="HYBRID_SHARD", group=mesh, overlap=True)
+    errors["overlapped"] = error_of(found, expected_of("gpt", "sgd")) / bound
+    with pytest.raises(pycomm.CollectiveMismatchError):  # on all ranks, though two of them agree
+        pycomm.FullyShardedDataParallel(nn.Linear(2 + (rank == 3), 2), mesh, strategy="hybrid_shard")
+    with pytest.raises(pycomm.ConfigError, match=r"got no gradient.*rank 0 of group .*idle"):
+        fsdp = pycomm.FullyShardedDataParallel(Branches(), mesh, strategy="hybrid_shard")
+        fsdp(torch.ones(1, 2), is_left=True).sum().backward()
+    grid = pycomm.Mesh(dp=2, tp=2)
+    torch.manual_seed(5)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    torch.manual_seed(5)
+    parts = ColumnParallelLinear(4, 8, group=grid.group("tp")), RowParallelLinear(8, 4, group=grid.group("tp"))
+    fsdp = pycomm.FullyShardedDataParallel(nn.Sequential(*parts), grid.group("dp"), wrap=tuple(map(type, parts)))
+    inputs = torch.arange(16.0).view(4, 4) / 16
+    for net, x in ((fsdp, inputs.chunk(2)[grid["dp"]]), (alone, inputs)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    with torch.no_grad():
+        errors["with tensor parallelism"] = (fsdp(inputs) - alone(inputs)).abs().max().item() / bound
+    return errors
+
+
+def test_hybrid_shards_and_meshes() -> None:
+    for errors in run_ranks(4, hybrid_job, timeout_s=100):
         assert {what: error for what, error in errors.items() if not error <= 1} == {}

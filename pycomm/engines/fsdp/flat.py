@@ -8,11 +8,11 @@
 Where parameters are not sharded, and nothing is cast or offloaded, ``shard`` is this rank's part of ``full`` itself.
 
 [Note: full and piece]
-Each parameter of the model has two objects: ``full``, a view of the full buffer in the parameter's shape, which stands in
-the modules while they run; and ``piece``, what of it lies in this rank's shard (1-D, perhaps empty; where there is but
-one part, the whole in its own shape), which stands there at all other times, so that ``module.parameters()`` gives an
-optimizer what it is to update. Freeing resizes the buffer's storage to nothing: what autograd saved for the backward
-pass are views of that storage, and find their values in it once it has been gathered again. That is torch's FSDP's way.
+Each parameter of the model has two objects: ``full``, a view of the full buffer in the parameter's shape, which stands
+in the modules while they run; and ``piece``, what of it lies in this rank's shard (1-D, perhaps empty; where there is
+but one part, the whole in its own shape), which stands there at all other times, so that ``module.parameters()`` gives
+an optimizer what it is to update. Freeing resizes the buffer's storage to nothing: what autograd saved for the backward
+pass are views of that storage, and find their values in it once it has been gathered again. So do torch's FSDPs.
 """
 
 from __future__ import annotations

@@ -13,35 +13,36 @@ One path serves all: ``flat.py`` holds a unit's parameters, shard and gradients,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-
-import pycomm
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, start_sum
 from .._agreement import check_same_model
 from .._buffers import average_tensors, broadcast_tensors
+from .._names import keep_names
 from .flat import FlatParameter, Layout
 from .ledger import Ledger, MemoryStats
 from .options import OFFLOADS, Precision, ranks_of, strategy_of
 from .passes import Passes, Unit
+from .state import States
 from .wrap import Found, Policy, find_units, materialize
 
 __all__ = ["FullyShardedDataParallel", "fully_shard"]
-
-_WRAPPED = "module."
 
 
 class FullyShardedDataParallel(nn.Module):
     """Trains ``module`` with its states divided over the ranks of ``group``; after ``backward()`` gradients are means.
 
     Made by every rank, which must have built the same model (CollectiveMismatchError names the first parameter that
-    differs, and the ranks); it starts from rank 0's parameters. Afterwards ``module.parameters()`` are what of them lies
-    on this rank, 1-D: make the optimizer then. ``state_dict`` has the module's own names, see ``state.py``.
+    differs, and the ranks); it starts from rank 0's parameters. Afterwards ``module.parameters()`` are what of them
+    lies on this rank, 1-D: make the optimizer then. ``state_dict`` has the module's own names, see ``state.py``.
 
     - ``strategy``: "no_shard", "shard_optimizer", "shard_grad_op", "full_shard" or "hybrid_shard", for which ``group``
       is a Mesh of two axes, the inner of which shards, or a pair (replicas, shards).
@@ -49,8 +50,8 @@ class FullyShardedDataParallel(nn.Module):
       least number of elements, or f(name, module) -> bool. None: the whole module is one unit.
     - ``reshard_after_forward``: free a unit's parameters after its forward pass, and gather them again for backward.
     - ``param_dtype``, ``reduce_dtype``: of computation, and of gradients on the wire; the shards keep their dtype.
-    - ``offload``: keep in the host's memory "optimizer" states (and the shards that they are for; the device has a copy),
-      or "parameters" too, which then are copied to the device when they are gathered.
+    - ``offload``: keep in the host's memory "optimizer" states (and the shards that they are for, of which the device
+      has a copy), or "parameters" too, which then are copied to the device when they are gathered.
     - ``compression``, ``gather_compression``: of gradients and of gathered parameters, as of ``pycomm.all_reduce``. All
       ranks compute with the same rounded parameters; the shards are not rounded.
     - ``buffers``: as for DistributedDataParallel.  ``find_unused_parameters``: likewise.
@@ -103,6 +104,13 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._known = [(id(p), p.requires_grad) for p in module.parameters()]
         self._measures_activations = measures_activations
+        self._is_offloaded = offload is not None
+        counting = register_optimizer_step_post_hook(partial(_count_optimizer, weakref.ref(self)))
+        weakref.finalize(self, counting.remove)
+        self._states = States(module, self.units, self._ranks)
+        keep_names(self)
+        module.register_state_dict_post_hook(partial(self._to_pieces))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(self._from_pieces)  # type: ignore[no-untyped-call]
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -124,9 +132,7 @@ class FullyShardedDataParallel(nn.Module):
         if error is not None:
             raise error
 
-    def _shard(
-        self, found: list[Found], layout: Layout, initialize: Callable[[nn.Module], None] | None
-    ) -> list[Unit]:
+    def _shard(self, found: list[Found], layout: Layout, initialize: Callable[[nn.Module], None] | None) -> list[Unit]:
         """Makes the units, the inner ones first, each from rank 0's values."""
         units = []
         real = (p.device for p in self.module.parameters() if not p.is_meta)
@@ -138,7 +144,9 @@ class FullyShardedDataParallel(nn.Module):
                 broadcast_tensors([p for _, p, _ in each.parameters], group)
             kinds: dict[Any, list[Any]] = {}
             for parameter in each.parameters:
-                kinds.setdefault((parameter[1].dtype, parameter[1].device, parameter[1].requires_grad), []).append(parameter)
+                kinds.setdefault((parameter[1].dtype, parameter[1].device, parameter[1].requires_grad), []).append(
+                    parameter
+                )
             flats = [
                 FlatParameter(f"fsdp:{each.name}:{place}", named, layout) for place, named in enumerate(kinds.values())
             ]
@@ -171,7 +179,9 @@ class FullyShardedDataParallel(nn.Module):
         if not self._measures_activations:
             yield
             return
-        with self._ledger.watch_activations(lambda address: any(flat.is_at(address) for unit in self.units for flat in unit.flats)):
+        with self._ledger.watch_activations(
+            lambda address: any(flat.is_at(address) for unit in self.units for flat in unit.flats)
+        ):
             yield
 
     @contextlib.contextmanager
@@ -218,6 +228,40 @@ class FullyShardedDataParallel(nn.Module):
                 unit.show(False)
                 unit.free()
 
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _to_pieces(self, _module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
+        state.update({prefix + name: each for name, each in self._states.sharded().items() if prefix + name in state})
+
+    def _from_pieces(self, _module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+        self._states.localize(state, prefix)
+
+    def full_state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
+        """Returns the module's state in whole tensors, on every rank or on ``rank`` alone, where others get {}.
+
+        Called by every rank. ``load_state_dict`` takes it, here and in a module that is not sharded. (``state_dict()``
+        is this rank's part, for torch.distributed.checkpoint.)
+        """
+        return self._states.full(rank)
+
+    def optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, *, full: bool = False, rank: int | None = None
+    ) -> dict[str, Any]:
+        """Returns the optimizer's state by parameter name: this rank's part of it, or with ``full`` all of it.
+
+        An optimizer that has not stepped gets a state of zeros, to load into. With ``full`` called by every rank;
+        ``rank`` as for ``full_state_dict``.
+        """
+        if full:
+            return self._states.optimizer_full(optimizer, rank)
+        return self._states.optimizer_sharded(optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads what ``optimizer_state_dict`` returned, of either kind; full ones of any world and strategy."""
+        self._states.load_optimizer(optimizer, state)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
     def memory_stats(self) -> MemoryStats:
         """Returns this rank's bytes by class, now and at the peak since construction or ``reset_peak_memory_stats``.
 
@@ -230,6 +274,13 @@ class FullyShardedDataParallel(nn.Module):
         """From here on peaks are those of what follows."""
         self._ledger.reset_peaks()
 
+    def count_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Writes down the bytes of the optimizer's state for this model's parameters. Called when one has stepped."""
+        ours = {place for place, _ in self._known}
+        states = (state for p, state in optimizer.state.items() if id(p) in ours)
+        tensors = (each for state in states for each in state.values() if isinstance(each, torch.Tensor))
+        self._ledger.put("optimizer", sum(each.nbytes for each in tensors), is_host=self._is_offloaded)
+
     def _check_unchanged(self) -> None:
         now = [(id(p), p.requires_grad) for p in self.module.parameters()]
         if now == self._known:
@@ -238,8 +289,8 @@ class FullyShardedDataParallel(nn.Module):
         changed = [name for name, p in self.module.named_parameters() if known.get(id(p)) != p.requires_grad]
         raise ConfigError(
             f"forward: the module's parameters are not those that were sharded: expected {len(self._known)}, got "
-            f"{len(now)}; new, replaced, or with another requires_grad: {', '.join(changed[:8]) or 'none, but some are gone'}. "
-            f"Change a module before it is sharded"
+            f"{len(now)}; new, replaced, or with another requires_grad: "
+            f"{', '.join(changed[:8]) or 'none, but some are gone'}. Change a module before it is sharded"
         )
 
 
@@ -250,6 +301,11 @@ def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullySh
     FullyShardedDataParallel.
     """
     return FullyShardedDataParallel(module, group, **options)
+
+
+def _count_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    if (found := engine()) is not None:
+        found.count_optimizer(optimizer)
 
 
 def _check_choices(shards_parameters: bool, offload: Any, buffers: Any, prefetch: int) -> None:

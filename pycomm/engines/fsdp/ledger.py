@@ -94,7 +94,7 @@ class Ledger:
             return held
 
         def unpack(held: Any) -> torch.Tensor:
-            return held.tensor if isinstance(held, _Held) else held  # type: ignore[no-any-return]
+            return held.tensor if isinstance(held, _Held) else held
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -68,7 +68,7 @@ class Precision(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Who holds the parts of one model (``shards``, None: each rank all of it) and who the same parts (``replicas``)."""
+    """Who has the parts of one model (``shards``, None: each rank all of it), who the same parts (``replicas``)."""
 
     shards: Wire | None
     replicas: Wire | None
@@ -100,8 +100,8 @@ def ranks_of(strategy: Strategy, group: Any, compression: Any, overlap: bool | N
             group, is_pair = (group.group(group.axes[0]), group.group(group.axes[1])), True
         if not is_pair:
             raise ConfigError(
-                "hybrid_shard: expected group=Mesh of two axes, the inner of which shards, or group=(replicas, shards), "
-                f"got {group!r}; make one with pycomm.Mesh(dp=..., fsdp=...)"
+                "hybrid_shard: expected group=Mesh of two axes, the inner of which shards, or group=(replicas, "
+                f"shards), got {group!r}; make one with pycomm.Mesh(dp=..., fsdp=...)"
             )
         outer, inner = (pycomm.get_group(each) for each in group)
         return Ranks(_wire(inner, compression, overlap), _wire(outer, compression, overlap, is_inner=False))

@@ -1,16 +1,16 @@
 """What happens when: hooks around the units' forward passes, and what follows from gradients as they arrive.
 
     before forward     its parameters are gathered; those of the units that come next are on their way
-    after forward      they are freed, where parameters are sharded; not those of the outermost unit, needed again at once
+    after forward      they are freed, where parameters are sharded; not the outermost unit's, needed again at once
     before backward    gathered again, when a gradient reaches an output of the unit; the unit before it is on its way
     gradients arrive   the last one of a unit frees its parameters and starts the reduction
     end of backward    what is missing counts as zeros; all reductions are waited for; the ranks compare notes
 
 [Note: one order on every rank]
-Reductions are started in the reverse of the order in which the units ran forward, whatever order they finish in; and the
-order of all gathers and reductions is hashed. At the end of a backward pass the ranks compare the hashes with one small
-all_reduce, which also says whether a rank had parameters without a gradient. So ranks that run different units get an
-error before an optimizer steps, also if all shapes fit.
+Reductions are started in the reverse of the order in which rank 0 ran the units forward, whatever order they finish in;
+and the order of all gathers and reductions is hashed. At the end of a backward pass the ranks compare the hashes with
+one small all_reduce, which also says whether a rank had parameters without a gradient. So ranks that run different
+units get an error before an optimizer steps, also if all shapes fit.
 """
 
 from __future__ import annotations

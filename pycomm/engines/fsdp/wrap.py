@@ -51,8 +51,8 @@ def find_units(root: nn.Module, policy: Policy) -> list[Found]:
     if policy is not None and len(chosen) == 1:
         kinds = sorted({type(module).__name__ for _, module in root.named_modules()})
         raise ConfigError(
-            f"wrap={policy!r} fits no module inside {type(root).__name__}; it has {', '.join(kinds[:12])}. Name a class "
-            f"or a module that is there, or pass wrap=None for one unit"
+            f"wrap={policy!r} fits no module inside {type(root).__name__}; it has {', '.join(kinds[:12])}. Name a "
+            f"class or a module that is there, or pass wrap=None for one unit"
         )
     members: dict[str, list[tuple[str, nn.Parameter, list[Place]]]] = {name: [] for name in chosen}
     for names, parameter, places in _places(root):
@@ -142,8 +142,8 @@ def _fill(module: nn.Module, names: Iterable[str], initialize: Callable[[nn.Modu
     apart = [name for name, each in tensors.items() if each is not None and each.is_meta]
     if apart:
         raise ConfigError(
-            f"initialize: {type(module).__name__} has {sorted(names)} in one unit and {apart} in another (they are tied "
-            f"to other modules); wrap such that a module's parameters are together, or build it on a real device"
+            f"initialize: {type(module).__name__} has {sorted(names)} in one unit and {apart} in another (they are "
+            f"tied to other modules); wrap such that a module's parameters are together, or build it on a real device"
         )
     with torch.no_grad():
         initialize(module)

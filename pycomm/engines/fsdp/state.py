@@ -1,0 +1,210 @@
+"""State dicts of a sharded model and its optimizer: what lies on this rank, or all of it.
+
+    sharded    each value a ``Piece``; torch.distributed.checkpoint saves it, and loads it into other worlds
+    full       each value an ordinary tensor in its own shape; gathered one unit at a time
+
+Names are the module's own. Optimizer state is keyed by parameter name, so it fits any order of the parameters. Loading
+takes either kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import CheckpointError, ConfigError
+from ...reducer.reduce import start_gather
+from .flat import FlatParameter, Slot
+from .options import Ranks
+from .passes import Unit
+from .pieces import Piece
+
+__all__ = ["States"]
+
+
+class States:
+    """The state dicts of ``module``, whose parameters are in ``units``, over ``ranks``."""
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], ranks: Ranks) -> None:
+        self._module = module
+        shards = ranks.shards
+        self._rank = ranks.groups[0].rank  # of those among which the parts of one model are
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._shards = None if shards is None else shards._replace(compression=None, stream=None)
+        self._slots: dict[int, tuple[FlatParameter, Slot]] = {
+            id(slot.piece): (flat, slot) for flat in self._flats for slot in flat.slots
+        }
+        self._name_of = {place: slot.name for place, (_, slot) in self._slots.items()}
+
+    # -- the module ---------------------------------------------------------------------------------------------------
+
+    def sharded(self) -> dict[str, torch.Tensor]:
+        """Returns the module's state; parameters as pieces over the shards' own memory, buffers as they are."""
+        return {name: self._piece(each, each) for name, each in self._tensors()}
+
+    def full(self, rank: int | None) -> dict[str, torch.Tensor]:
+        """Returns the module's state in full, on every rank or on ``rank`` alone, where others get {}. Collective."""
+        whole: dict[int, torch.Tensor] = {}
+        for flat in self._flats:
+            whole.update(self._whole(flat, {id(slot.piece): slot.piece for slot in flat.slots}, rank))
+        if not self._is_for(rank):
+            return {}
+        return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in self._tensors()}
+
+    def localize(self, state: dict[str, Any], prefix: str) -> None:
+        """Replaces the parameters of ``state`` by what of them belongs on this rank. Raises CheckpointError."""
+        for name, each in self._tensors():
+            if prefix + name in state:
+                state[prefix + name] = self._local(each, state[prefix + name], name)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._module.named_parameters(remove_duplicate=False)
+        for prefix, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    def optimizer_sharded(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns ``{"state": {name: {key: value}}, "param_groups": [...]}``, pieces for what is like a parameter."""
+        return self._optimizer_state(
+            optimizer, lambda parameter, values: {key: self._piece(parameter, each) for key, each in values.items()}
+        )
+
+    def optimizer_full(self, optimizer: torch.optim.Optimizer, rank: int | None) -> dict[str, Any]:
+        """Returns the same with whole tensors, on every rank or on ``rank`` alone, where others get {}. Collective."""
+        self._prepare(optimizer)
+        whole: dict[int, dict[str, torch.Tensor]] = {}
+        for flat in self._flats:
+            slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
+            for key in dict.fromkeys(key for slot in slots for key in optimizer.state[slot.piece]):
+                values = {id(slot.piece): optimizer.state[slot.piece].get(key) for slot in slots}
+                shaped = {each: value for each, value in values.items() if self._is_shaped(each, value)}
+                for place, value in self._whole(flat, shaped, rank).items():
+                    whole.setdefault(place, {})[key] = value
+        if not self._is_for(rank):
+            return {}
+        state = self._optimizer_state(optimizer, lambda parameter, values: {**values, **whole.get(id(parameter), {})})
+        return deepcopy(state)
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer, convert: Any) -> dict[str, Any]:
+        self._prepare(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {self._name_of[id(p)]: convert(p, dict(optimizer.state.get(p, {}))) for p in parameters}
+        groups = [
+            {**group, "params": [self._name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads what ``optimizer_sharded`` or ``optimizer_full`` returned, in any world. Raises CheckpointError."""
+        self._prepare(optimizer)
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = self._name_of[id(parameter)]
+            if name not in state["state"]:
+                raise CheckpointError(
+                    f"the optimizer state has nothing for {name!r}; it has {len(state['state'])} parameters. Load what "
+                    f"was saved for this model"
+                )
+            optimizer.state[parameter] = {
+                key: self._local(parameter, value, name).clone()
+                if self._is_whole(parameter, key, value)
+                else deepcopy(value)
+                for key, value in state["state"][name].items()
+            }
+
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._slots]
+        if strange:
+            raise ConfigError(
+                f"the optimizer has {len(strange)} parameters that are not this model's, of shapes "
+                f"{[tuple(p.shape) for p in strange[:4]]}; make it from module.parameters() after sharding"
+            )
+        if not optimizer.state:
+            _make_state(optimizer)
+
+    # -- one tensor ---------------------------------------------------------------------------------------------------
+
+    def _piece(self, parameter: torch.Tensor, value: Any) -> Any:
+        if not self._is_shaped(id(parameter), value):
+            return value
+        _, slot = self._slots[id(parameter)]
+        return Piece(slot.shape, slot.own.start, value.detach().reshape(-1))
+
+    def _whole(self, flat: FlatParameter, values: Mapping[int, Any], rank: int | None) -> dict[int, torch.Tensor]:
+        """Returns in full what has parts in ``values``, by the pieces that they are for; {} off ``rank``."""
+        if not values:
+            return {}
+        slots = [slot for slot in flat.slots if id(slot.piece) in values]
+        dtype, device = next((each.dtype, each.device) for each in values.values())
+        own = torch.zeros(flat.own.stop - flat.own.start, dtype=dtype, device=device)
+        for slot in slots:
+            own[slot.kept].copy_(values[id(slot.piece)].detach().reshape(-1))
+        everything = own
+        if self._shards is not None:
+            everything = torch.empty(flat.numel, dtype=dtype, device=device)
+            start_gather(self._shards, everything, own, flat.name)
+        if not self._is_for(rank):
+            return {}
+        return {id(slot.piece): everything[slot.start : slot.stop].view(slot.shape).clone() for slot in slots}
+
+    def _is_shaped(self, place: int, value: Any) -> bool:
+        """Whether a value on this rank is one element for each of the parameter's."""
+        found = self._slots.get(place)
+        return found is not None and isinstance(value, torch.Tensor) and value.shape == found[1].piece.shape
+
+    def _is_whole(self, parameter: torch.Tensor, key: str, value: Any) -> bool:
+        """Whether a value of a state dict is one element for each of the parameter's; "step" of a scalar is not."""
+        shape = self._slots[id(parameter)][1].shape
+        return isinstance(value, Piece) or (isinstance(value, torch.Tensor) and value.shape == shape and key != "step")
+
+    def _local(self, parameter: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+        found = self._slots.get(id(parameter))
+        if found is None:
+            return value
+        _, slot = found
+        if tuple(value.shape) != tuple(slot.shape):
+            raise CheckpointError(
+                f"parameter {name!r}: expected shape {tuple(slot.shape)}, got {tuple(value.shape)}; load a state of "
+                f"this model"
+            )
+        if not isinstance(value, Piece):
+            return value.reshape(-1)[slot.own].view_as(parameter)
+        length = slot.own.stop - slot.own.start
+        if (value.start, value.local.numel()) != (slot.own.start, length):
+            raise CheckpointError(
+                f"parameter {name!r}: this rank has elements {slot.own.start} to {slot.own.stop}, got a piece of "
+                f"another rank or world, {value!r}; save and load pieces by torch.distributed.checkpoint"
+            )
+        return value.local.view_as(parameter)
+
+    def _is_for(self, rank: int | None) -> bool:
+        return rank is None or self._rank == rank
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer that has not stepped make its state, all zeros, so that there is something to load into.
+
+    It steps with zero gradients and a learning rate of zero, as torch's own set_optimizer_state_dict does.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients, rates = [p.grad for p in parameters], [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = gradient
+        step = optimizer.state[parameter].get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
