@@ -180,6 +180,7 @@ def test_bad_input() -> None:
         ({"hosts": 0}, "hosts: expected"),
         ({"ranks_per_host": 2.0}, "ranks_per_host: expected"),
         ({"bandwidths": (0, 1)}, "bandwidths"),
+        ({"bandwidths": ("8GB",)}, "bandwidths"),
         ({"flops_per_s": 0.0}, "flops_per_s"),
         ({"precision": "fp4"}, "precision: expected one of fp32"),
         ({"optimizer": "lion"}, "optimizer: expected one of sgd"),

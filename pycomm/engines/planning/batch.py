@@ -69,15 +69,16 @@ def largest_micro_batch(
     fits, fails = 0, most + 1
     while fails - fits > 1:
         tried = min(2 * fits or 1, most) if fails > most else (fits + fails) // 2
-        taken = _agreed(_taken(step, tried, device), group)
-        if taken <= budget:
+        excess = _agreed(_taken(step, tried, device) - budget, group)
+        if excess <= 0:
             fits = tried
         else:
             fails = tried
             if tried == 1:
                 raise ConfigError(
-                    f"largest_micro_batch: a step of one sample takes {taken} bytes, expected at most {budget}; shard "
-                    f"the model, or compute activations again (planning/checkpointing.py)"
+                    f"largest_micro_batch: a step of one sample takes more than the memory (here {budget} bytes; on "
+                    f"some rank {excess} too few); shard the model, or compute activations again "
+                    f"(planning/checkpointing.py)"
                 )
     return fits
 
@@ -90,10 +91,10 @@ def _taken(step: Callable[[int], Any], samples: int, device: torch.device | str)
         return 1 << 62
 
 
-def _agreed(taken: int, group: Any) -> int:
-    """Returns the most that a rank took, so that all go on alike."""
+def _agreed(excess: int, group: Any) -> int:
+    """Returns the most bytes that a rank took beyond its memory, so that all go on alike."""
     if group is None:
-        return taken
-    most = torch.tensor([taken], dtype=torch.int64)
+        return excess
+    most = torch.tensor([excess], dtype=torch.int64)
     pycomm.all_reduce(most, pycomm.ReduceOp.MAX, group)
     return int(most.item())

@@ -83,8 +83,8 @@ def plan_parallelism(
     - ``model``: an ``nn.Module`` (also on the meta device), a number of parameters, or a ``ModelShape``; ``layers=``,
       ``width=``, ``heads=``, ``vocabulary=`` correct what is found or assumed of it (``planning/model.py``).
     - ``memory``: of a rank, bytes or a text such as "24GiB": what is left for tensors.
-    - ``bandwidths``: inside a host, of a rank, and of a host's link: bytes a second, or texts such as "25Gbit"; or the
-      ``LinkModel`` that ``pycomm tune`` fitted. Latencies are then 1 and 5 us.
+    - ``bandwidths``: inside a host, of a rank, and of a host's link: bytes a second, or texts such as "25Gbit", with
+      latencies of 1 and 5 us; or a ``LinkModel`` of your own.
     - ``flops_per_s``: floating-point operations a second that a rank sustains in this model.
     - ``global_batch``: samples of a step, by default one micro-batch a rank; ``micro_batch``: those that a rank
       computes at once; ``length``: positions of a sample.
@@ -135,9 +135,10 @@ def links_of(bandwidths: tuple[float | str, float | str] | LinkModel) -> LinkMod
     """Returns the links of (inside a host, of a host's link), each bytes a second or a text. Raises ConfigError."""
     if isinstance(bandwidths, LinkModel):
         return bandwidths
-    inside, outside = (parse_bandwidth(each) if isinstance(each, str) else each for each in bandwidths)
-    if not (inside > 0 and outside > 0):
-        raise ConfigError(f"plan_parallelism: bandwidths: expected bytes a second above 0, got {bandwidths!r}")
+    rates = [parse_bandwidth(each) if isinstance(each, str) else each for each in bandwidths]
+    if len(rates) != 2 or not min(rates) > 0:
+        raise ConfigError(f"plan_parallelism: bandwidths: expected two, in bytes a second, got {bandwidths!r}")
+    inside, outside = rates
     link = Level(latency_s=5e-6, bytes_per_s=outside, shared_bytes_per_s=outside)
     return LinkModel(host=Level(latency_s=1e-6, bytes_per_s=inside), rack=link, far=link, message_s=2e-6)
 

@@ -40,6 +40,10 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive, self.peak = 0, 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads its compiler, for seconds, to keep it out of the method below
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         result = func(*args, **(kwargs or {}))

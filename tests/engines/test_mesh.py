@@ -1,0 +1,190 @@
+"""Several axes at once, on 8 ranks: pipeline x data x tensor parallelism equals one process on the whole batch.
+
+One job for all: 8 ranks take longer to start than to train.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pycomm
+from engines.cases import OPTIMIZERS, batches, relative_error
+from harness import run_ranks
+from pycomm.engines import mesh as mesh_module
+from pycomm.engines.planning.batch import largest_micro_batch
+from pycomm.engines.tensor import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    TensorParallelAttention,
+    TensorParallelMLP,
+    VocabParallelEmbedding,
+)
+
+WIDTH, HEADS, HIDDEN, VOCABULARY, BLOCKS = 16, 4, 32, 18, 4
+MICROBATCHES = 3
+BOUND = 2e-4  # of a tensor's largest element, after ten steps
+
+
+class Attention(nn.Module):
+    """What TensorParallelAttention is a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, tp: Any) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention() if tp is None else TensorParallelAttention(WIDTH, HEADS, tp)
+        self.mlp = MLP() if tp is None else TensorParallelMLP(WIDTH, HIDDEN, tp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Head(nn.Module):
+    """Scores; its weight is the embedding's, whole or cut."""
+
+    def __init__(self, embedding: nn.Module, tp: Any) -> None:
+        super().__init__()
+        linear = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.linear = linear if tp is None else ColumnParallelLinear.of(linear, tp)
+        self.linear.weight = embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def gpt(tp: Any = None) -> nn.Sequential:
+    """Returns the GPT in layers, cut over the group ``tp``; with the same parameters each time."""
+    torch.manual_seed(3)
+    embedding = nn.Embedding(VOCABULARY, WIDTH) if tp is None else VocabParallelEmbedding(VOCABULARY, WIDTH, tp)
+    return nn.Sequential(embedding, *(Block(tp) for _ in range(BLOCKS)), Head(embedding, tp))
+
+
+def train_alone(optimizer_name: str) -> dict[str, torch.Tensor]:
+    model = gpt()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    for inputs, targets in batches("gpt"):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def part_of(name: str, whole: torch.Tensor, tp: pycomm.Group) -> torch.Tensor:
+    """Returns this rank's part of a parameter of the ordinary GPT."""
+    n, r = tp.world_size, tp.rank
+    if "qkv" in name or "up" in name or name.startswith("0.") or "linear" in name:
+        return torch.cat([block.chunk(n)[r] for block in whole.chunk(3 if "qkv" in name else 1)])
+    if name.endswith(("out.weight", "down.weight")):
+        return whole.chunk(n, 1)[r]
+    return whole
+
+
+def error_of(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], tp: pycomm.Group) -> float:
+    return relative_error(found, {name: part_of(name, whole[name], tp) for name in found}) / BOUND
+
+
+def three_axes(schedule: str, optimizer_name: str) -> float:
+    mesh = pycomm.Mesh(dp=2, tp=2, pp=2)
+    tp = mesh.group("tp")
+    pipeline = pycomm.Pipeline(
+        gpt(tp),
+        ParallelCrossEntropy(tp),
+        MICROBATCHES,
+        mesh.group("pp"),
+        schedule=schedule,
+        data_group=mesh.group("dp"),
+    )
+    optimizer = OPTIMIZERS[optimizer_name](list(pipeline.parameters()))
+    for inputs, targets in batches("gpt"):
+        optimizer.zero_grad()
+        pipeline.step(inputs.chunk(2)[mesh["dp"]], targets.chunk(2)[mesh["dp"]])
+        optimizer.step()
+    return error_of(dict(pipeline.named_parameters()), train_alone(optimizer_name), tp)
+
+
+def data_and_tensor(optimizer_name: str) -> float:
+    mesh = pycomm.Mesh(dp=4, tp=2)
+    tp = mesh.group("tp")
+    model, loss = gpt(tp), ParallelCrossEntropy(tp)
+    ddp = pycomm.DistributedDataParallel(model, mesh.group("dp"))
+    optimizer = OPTIMIZERS[optimizer_name](ddp.parameters())
+    for inputs, targets in batches("gpt"):
+        optimizer.zero_grad()
+        loss(ddp(inputs.chunk(4)[mesh["dp"]]), targets.chunk(4)[mesh["dp"]]).backward()
+        optimizer.step()
+    return error_of(dict(model.named_parameters()), train_alone(optimizer_name), tp)
+
+
+def layout_on_hosts(rank: int) -> None:
+    """Ranks are dealt round two hosts of four: tp and dp stay on a host, the pipeline crosses."""
+    real, mesh_module.host_id = mesh_module.host_id, lambda: f"host {rank % 2}"
+    try:
+        mesh = pycomm.Mesh(dp=2, tp=2, pp=2)
+        assert mesh.axes == ("pp", "dp", "tp")
+        for axes, hosts in ((("tp",), 1), (("dp",), 1), (("dp", "tp"), 1), (("pp",), 2), (("pp", "tp"), 2)):
+            group = mesh.group(*axes)
+            told: list[Any] = [None] * group.world_size
+            pycomm.all_gather_object(told, rank % 2, group)
+            assert len(set(told)) == hosts, (axes, told)
+        assert [mesh.rank_at(pp=mesh["pp"], dp=0, tp=tp) % 2 for tp in range(2)] == [rank % 2] * 2
+        mesh.close()
+        wide = pycomm.Mesh(tp=4, dp=2)  # four ranks of tp fill a host; six could not
+        told = [None] * 4
+        pycomm.all_gather_object(told, rank % 2, wide.group("tp"))
+        assert len(set(told)) == 1
+        other = pycomm.Mesh(tp=4, dp=2, order=("tp", "dp"))
+        assert other.axes == ("tp", "dp")
+    finally:
+        mesh_module.host_id = real
+
+
+def agreed_micro_batch(rank: int) -> None:
+    """Rank 5 has room for 5 samples, the others for more: all get 5, and one that has room for none tells all."""
+    kept = torch.zeros(1)
+
+    def step(samples: int) -> None:
+        kept.add(torch.zeros(1000 * samples * (2 if rank == 5 else 1)).sum())
+
+    assert largest_micro_batch(step, 2 * 4000 * 5 + 100, group=pycomm.get_group()) == 5
+    with pytest.raises(pycomm.ConfigError, match="one sample"):
+        largest_micro_batch(step, 100 if rank == 5 else 10**9, group=pycomm.get_group())
+
+
+def job(rank: int) -> dict[str, float]:
+    layout_on_hosts(rank)
+    agreed_micro_batch(rank)
+    return {
+        "pp x dp x tp, one_f_one_b, sgd": three_axes("one_f_one_b", "sgd"),
+        "pp x dp x tp, zbv, adamw": three_axes("zbv", "adamw"),
+        "dp x tp, adamw": data_and_tensor("adamw"),
+    }
+
+
+def test_eight_ranks_equal_one_process() -> None:
+    for errors in run_ranks(8, job, timeout_s=100):
+        assert {what: error for what, error in errors.items() if not error <= 1} == {}
