@@ -1,6 +1,7 @@
-"""What communication costs a training step: DistributedDataParallel of pycomm beside torch's over gloo, and none.
+"""What communication costs a training step: the engines of pycomm beside torch's over gloo, and none.
 
-    pycomm run -n 2 benchmarks/engines.py                            # one host
+    pycomm run -n 2 benchmarks/engines.py                            # one host, DistributedDataParallel
+    pycomm run -n 2 benchmarks/engines.py --engine fsdp              # beside torch's FSDP2; the same modules are units
     pycomm run -n 2 benchmarks/engines.py --variants overlap=True bucket_bytes=4MiB      # a row more for each
     python benchmarks/two_hosts.py --rate 1gbit -- python benchmarks/engines.py --variants compression=auto    # as root
 
@@ -20,15 +21,18 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from engine_models import GPT, ConvNet
+from engine_models import GPT, Block, ConvNet
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import pycomm
 
 Step = Callable[[], None]
+UNITS = {"gpt": Block, "conv": nn.Conv2d}
 
 
 def make_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Step:
@@ -49,6 +53,25 @@ def make_task(name: str, batch: int) -> tuple[nn.Module, torch.Tensor, torch.Ten
         tokens = torch.randint(256, (batch, 65))
         return GPT(), tokens[:, :-1], tokens[:, 1:]
     return ConvNet(), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+
+
+def with_torch(engine: str, task: str, model: nn.Module) -> nn.Module:
+    """Returns ``model`` trained by torch's engine over gloo."""
+    if engine == "ddp":
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in [each for each in model.modules() if isinstance(each, UNITS[task])]:
+        fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+
+
+def with_pycomm(engine: str, task: str, model: nn.Module, variant: str | None = None) -> nn.Module:
+    """Returns ``model`` trained by pycomm's engine, with a variant's argument."""
+    name, _, value = (variant or "").partition("=")
+    argument = {name: {"True": True, "False": False}.get(value, value)} if variant else {}
+    if engine == "ddp":
+        return pycomm.DistributedDataParallel(model, **argument)
+    return pycomm.FullyShardedDataParallel(model, **{"wrap": UNITS[task], **argument})
 
 
 def measure(steps: dict[str, Step], rounds: int, warm_up: int) -> dict[str, list[float]]:
@@ -88,11 +111,12 @@ def report(task: str, model: nn.Module, times: dict[str, list[float]], console: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--tasks", default="gpt,conv")
     parser.add_argument("--batch", type=int, default=4, help="samples of a rank (default: 4)")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=5, help="rounds before them (default: 5)")
-    parser.add_argument("--variants", nargs="*", default=[], help="arguments of DistributedDataParallel, NAME=VALUE")
+    parser.add_argument("--variants", nargs="*", default=[], help="arguments of the engine, NAME=VALUE")
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -106,13 +130,11 @@ def main() -> None:
         _, inputs, targets = make_task(task, options.batch)
         wrapped: dict[str, nn.Module] = {
             "none": copy.deepcopy(model),
-            "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True),
-            "pycomm": pycomm.DistributedDataParallel(copy.deepcopy(model)),
+            "torch": with_torch(options.engine, task, copy.deepcopy(model)),
+            "pycomm": with_pycomm(options.engine, task, copy.deepcopy(model)),
         }
         for variant in options.variants:
-            name, value = variant.split("=")
-            argument = {name: {"True": True, "False": False}.get(value, value)}
-            wrapped[variant] = pycomm.DistributedDataParallel(copy.deepcopy(model), **argument)
+            wrapped[variant] = with_pycomm(options.engine, task, copy.deepcopy(model), variant)
         steps = {name: make_step(each, inputs, targets) for name, each in wrapped.items()}
         times = measure(steps, options.rounds, options.warm_up)
         report(task, model, times, console, options.json)

@@ -40,7 +40,8 @@ def check_same_model(
         ranks = [rank for rank, number in enumerate(metas) if number]
         raise ConfigError(
             f"{what}: parameters on ranks {ranks} are on the meta device and have no memory (here: "
-            f"{', '.join(meta[:8]) or 'none'}); call module.to_empty(device=...) and initialize them first"
+            f"{', '.join(meta[:8]) or 'none'}); call module.to_empty(device=...) and initialize them first, or pass "
+            f"initialize= where an engine has it"
         )
     if len(set(digests)) > 1:
         everyone: list[Any] = [None] * group.world_size

@@ -6,17 +6,23 @@ Many cases run in one started job: starting the ranks takes longer than they do.
 from __future__ import annotations
 
 import itertools
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
+import pycomm.torch_backend
 from engines.cases import MODELS, OPTIMIZERS, Attention, TinyGPT, batches, loss_of, make, relative_error, train_alone
 from engines.test_ddp import BOUND
 from harness import run_ranks
+from pycomm.engines.fsdp.pieces import Piece, boxes
 from pycomm.engines.tensor import ColumnParallelLinear, RowParallelLinear
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
@@ -413,3 +419,115 @@ def hybrid_job(rank: int) -> dict[str, float]:
 def test_hybrid_shards_and_meshes() -> None:
     for errors in run_ranks(4, hybrid_job, timeout_s=100):
         assert {what: error for what, error in errors.items() if not error <= 1} == {}
+
+
+# -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
+
+
+def trained(strategy: str, steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Returns an engine and its optimizer after some steps on the whole batch, the same in every world."""
+    fsdp = pycomm.FullyShardedDataParallel(make("gpt"), wrap=WRAP["gpt"], strategy=strategy)
+    optimizer = OPTIMIZERS["adamw"](fsdp.parameters())
+    for inputs, targets in itertools.islice(batches("gpt"), steps):
+        optimizer.zero_grad()
+        loss_of(fsdp, inputs, targets).backward()
+        optimizer.step()
+    return fsdp, optimizer
+
+
+def save_job(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store"), rank=rank, world_size=pycomm.world_size())
+    fsdp, optimizer = trained("full_shard", steps=3)
+    state = {"model": fsdp.state_dict(), "optimizer": fsdp.optimizer_state_dict(optimizer)}
+    assert isinstance(state["model"]["embedding.weight"], Piece)
+    dcp.save(state, checkpoint_id=f"{folder}/checkpoint")
+    dist.destroy_process_group()
+
+
+def load_job(rank: int, folder: str) -> None:
+    pycomm.torch_backend.register()
+    store = dist.FileStore(f"{folder}/another")
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=pycomm.world_size())
+    fsdp, optimizer = trained("shard_optimizer", steps=0)
+    state = {"model": fsdp.state_dict(), "optimizer": fsdp.optimizer_state_dict(optimizer)}
+    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    fsdp.load_state_dict(state["model"])
+    fsdp.load_optimizer_state_dict(optimizer, state["optimizer"])
+    dist.destroy_process_group()
+    expected, expected_optimizer = trained("no_shard", steps=3)
+    for engine, each in ((fsdp, optimizer), (expected, expected_optimizer)):
+        each.zero_grad()
+        loss_of(engine, *next(batches("gpt"))).backward()
+        each.step()
+    assert error_of(fsdp.full_state_dict(), expected.full_state_dict()) < 1e-5
+
+
+def test_checkpoints_load_into_another_world(tmp_path: Path) -> None:
+    """Saved by three ranks, loaded by two that shard otherwise, and by a process that knows no engine."""
+    run_ranks(3, save_job, str(tmp_path))
+    run_ranks(2, load_job, str(tmp_path))
+    plain = make("gpt")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    alone = make("gpt")
+    optimizer = OPTIMIZERS["adamw"](alone.parameters())
+    for inputs, targets in itertools.islice(batches("gpt"), 3):
+        optimizer.zero_grad()
+        loss_of(alone, inputs, targets).backward()
+        optimizer.step()
+    assert relative_error(plain.state_dict(), alone.state_dict()) < 1e-5
+
+
+def test_boxes_cover_a_run_of_elements_once() -> None:
+    for shape in ((), (7,), (3, 5), (2, 3, 4), (3, 1, 2, 2), (4, 0, 2)):
+        whole = torch.arange(prod(shape)).view(shape)
+        for start, stop in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
+            found = []
+            for box in boxes(shape, start, stop):
+                part = whole[tuple(slice(at, at + length) for at, length in zip(box.offsets, box.sizes))]
+                assert part.reshape(-1)[0] == box.start
+                found += part.reshape(-1).tolist()
+            assert found == list(range(start, stop))
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def mistakes_job(rank: int) -> None:
+    wrap = pycomm.FullyShardedDataParallel
+    with pytest.raises(pycomm.CollectiveMismatchError, match=r"ranks \[0, 1\] have 'weight.*ranks \[2\] have"):
+        wrap(nn.Linear(2 + (rank == 2), 2))
+    with pytest.raises(pycomm.ConfigError, match=r"ranks \[1\] are on the meta device.*initialize="):
+        wrap(nn.Linear(2, 2, device="meta" if rank == 1 else "cpu"))
+    choices: list[tuple[dict[str, Any], str]] = [
+        ({"strategy": "zero3"}, "strategy: expected one of no_shard, shard_optimizer.*got 'zero3'"),
+        ({"wrap": nn.Conv2d}, "fits no module inside Sequential; it has Linear"),
+        ({"wrap": ["2"]}, "fits no module"),
+        ({"wrap": 10**6}, "fits no module"),
+        ({"wrap": 1.5}, "wrap: expected classes"),
+        ({"offload": "disk"}, "offload: expected one of"),
+        ({"offload": "parameters", "strategy": "shard_grad_op"}, "take full_shard"),
+        ({"param_dtype": torch.int8}, "param_dtype: expected a floating-point"),
+        ({"buffers": "sum"}, "buffers: expected"),
+        ({"prefetch": -1}, "prefetch: expected"),
+        ({"strategy": "hybrid_shard"}, "hybrid_shard: expected group=Mesh of two axes"),
+        ({"group": (None, None)}, "full_shard: expected one group"),
+    ]
+    for options, words in choices:
+        with pytest.raises(pycomm.ConfigError, match=words):
+            wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **options)
+    with pytest.raises(pycomm.ConfigError, match="nothing to reduce"):
+        wrap(nn.Linear(2, 2).requires_grad_(False))
+    fsdp = wrap(nn.Linear(2, 2))
+    with pytest.raises(pycomm.ConfigError, match="is sharded already"):
+        wrap(fsdp.module)
+    fsdp.module.register_parameter("late", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(pycomm.ConfigError, match="late.*Change a module before"):
+        fsdp(torch.ones(1, 2))
+
+
+def test_mistakes_are_errors_on_every_rank() -> None:
+    run_ranks(3, mistakes_job)

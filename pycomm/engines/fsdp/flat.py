@@ -27,7 +27,7 @@ from ...reducer.bucket import allocate
 from ...reducer.reduce import Named, Waitable, Wire, start_gather, start_mean, start_scatter_mean
 from .ledger import Kind, Ledger
 from .options import Precision, Ranks, Strategy
-from .wrap import Place
+from .wrap import SHARDED, Place
 
 __all__ = ["FlatParameter", "Layout", "Slot"]
 
@@ -114,6 +114,7 @@ class FlatParameter:
             full = nn.Parameter(self._full.data[start:stop].view(parameter.shape), parameter.requires_grad)
             for each in (piece, full):
                 each.__dict__.update(parameter.__dict__)
+            piece.__dict__[SHARDED] = True
             yield Slot(name, parameter.shape, start, stop, own, kept, full, piece, [False], places)
             start = stop
 
