@@ -42,6 +42,7 @@ _GRACE_S = 5.0  # for the other ranks, once one has failed
 _DYING_S = 1.0
 _PRELOAD = [
     "torch",
+    "torch._dynamo",  # the first optimizer of a process loads it, for seconds: once here, not on every rank
     "torch.distributed",
     "numpy",
     "pytest",
