@@ -27,10 +27,10 @@ from ..transport import _wording as wording
 from ..types import ReduceOp, dtype_of_name
 
 if TYPE_CHECKING:
-    from ..transport.base import Transport
+    from ..transport.base import Exchange, Transport
     from .executor import Collective
 
-__all__ = ["FRAMES", "Agreement", "agree_on_members", "fits_frames"]
+__all__ = ["FRAMES", "Agreement", "agree_on_members", "fits_frames", "swap"]
 
 FRAMES = "frames"  # the name of the algorithm that is this exchange alone
 _FRAME_BYTES = 1024
@@ -75,7 +75,7 @@ class Agreement:
         if is_native or not transport.can_agree("cpu" if call.verb == "barrier" else _any_tensor(call).device.type):
             return
         self._fill(call, algorithm)
-        frames = _swap(transport, self._frame, call.verb, timeout_s)
+        frames = swap(transport, self._frame, call.verb, timeout_s)
         raw = frames.numpy().data.cast("B")
         mine = self._raw[:_COMPARED_BYTES]
         if any(raw[start : start + _COMPARED_BYTES] != mine for start in range(0, len(raw), _FRAME_BYTES)):
@@ -107,7 +107,7 @@ def agree_on_members(transport: Transport, ranks: Sequence[int] | None, timeout_
     verb = "new_group"
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
     _HEADER.pack_into(frame.numpy().data, 0, wording.CODES[verb], 0, 0, 0, 0, b"", 0.0)
-    headers = _headers(_swap(transport, frame, verb, timeout_s))
+    headers = _headers(swap(transport, frame, verb, timeout_s))
     if any(header[:_COMPARED_BYTES] != headers[0][:_COMPARED_BYTES] for header in headers):
         raise wording.mismatch(transport.place(verb), _describe(headers))
     mine = torch.full((transport.world_size + 1,), _OUTSIDE, dtype=torch.int32)
@@ -121,11 +121,14 @@ def agree_on_members(transport: Transport, ranks: Sequence[int] | None, timeout_
         raise wording.mismatch(transport.place(verb), rows)
 
 
-def _swap(transport: Transport, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+def swap(
+    transport: Transport, frame: torch.Tensor, verb: str, timeout_s: float | None, exchange: Exchange | None = None
+) -> torch.Tensor:
+    """As ``Transport.exchange``, or by the ``exchange`` that is given; counts as a call."""
     transport.calls += 1
     if transport.pid != os.getpid():
         raise wording.forked(transport.place(verb))
-    return transport.exchange(frame, verb, timeout_s)
+    return (exchange or transport.exchange)(frame, verb, timeout_s)
 
 
 def _headers(frames: torch.Tensor) -> list[bytes]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -129,9 +129,16 @@ class Recorder:
         op = _SUM if first.op is None else int(first.op)
         self._begin(_CODES[first.verb], op, _code_of(first.dtype), algorithm, first.root, numel, nbytes)
 
-    def begin_new_group(self) -> None:
-        """The ranks start to make a group out of this one."""
-        self._begin(_CODES["new_group"], 0, 0, "native", 0, 0, 0)
+    @contextlib.contextmanager
+    def exchange(self, verb: str, nbytes: int) -> Iterator[None]:
+        """The span of a call that swaps ``nbytes`` of each rank and is no collective of the user's."""
+        self._begin(_CODES[verb], 0, 0, "native", 0, nbytes, nbytes)
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            self.end(has_failed=not is_done)
 
     def _begin(self, verb: int, op: int, dtype: int, algorithm: str, root: int, numel: int, nbytes: int) -> None:
         number = self._algorithms.get(algorithm)

@@ -8,12 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..algorithms._agreement import agree_on_members
+from ..algorithms._agreement import agree_on_members, swap
 from ..algorithms.engine import Engine
 from ..algorithms.executor import Collective, meet
 from ..algorithms.selection import Choice, Selector
@@ -45,7 +46,8 @@ _BREAK_OFF_TIMEOUT_S = 5.0  # a waiting call sees within milliseconds that it is
 class Call(NamedTuple):
     """One call of a verb, ready to run.
 
-    First its ``collectives``, in order, then ``finishes``; ``result`` is what its handle returns.
+    First its ``collectives``, in order, then ``finishes``; ``result`` is what its handle returns. ``is_agreed``: the
+    ranks have compared already that all make this call.
     """
 
     verb: str
@@ -57,6 +59,7 @@ class Call(NamedTuple):
     name: str | None = None
     result: Any = None
     parts: Sequence[Part] = ()
+    is_agreed: bool = False
 
 
 class Group(Observed):
@@ -225,6 +228,22 @@ class Group(Observed):
         self._refresh_fast()
         return work
 
+    def exchanger(self, nbytes: int) -> Callable[[torch.Tensor, str], torch.Tensor]:
+        """Returns what swaps frames ``(nbytes,)``, bytes in host memory, with all ranks: ``(world_size, nbytes)``.
+
+        For the library: a collective that compares nothing, the shortest way through Python. The next swap may
+        overwrite the result. Called by every rank, at most once a group.
+        """
+        exchange = self.transport.exchanger(nbytes)
+
+        def run(frame: torch.Tensor, verb: str) -> torch.Tensor:
+            self.check_open()
+            self.settle()
+            with self._in_turn(verb), self.scope(verb), self._on_board(verb, nbytes):
+                return swap(self.transport, frame, verb, self.timeout_s, exchange)
+
+        return run
+
     def settle(self) -> None:
         """Waits until no asynchronous call, each bounded by its timeout, is outstanding: the turn of the next one."""
         if self._worker.is_free:
@@ -291,13 +310,17 @@ class Group(Observed):
                 report = compressed(timeout_s)
             else:
                 for collective, choice in zip(call.collectives, choices, strict=True):
-                    self.engine.run(collective, choice, timeout_s)
+                    self.engine.run(collective, choice, timeout_s, call.is_agreed)
             self._show_data(call, True)
             is_done = True
         finally:
             if recorder is not None:
                 recorder.end(report, has_failed=not is_done)
         return report
+
+    def _on_board(self, verb: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """The span of an exchange of ``nbytes``, on the board if there is one."""
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.exchange(verb, nbytes)
 
     @contextlib.contextmanager
     def _in_turn(self, verb: str) -> Iterator[None]:
@@ -395,16 +418,12 @@ class Group(Observed):
         """
         if self.transport.is_broken:
             return
-        if self._recorder is not None:
-            self._recorder.begin_new_group()
         try:
-            agree_on_members(self.transport, group_ranks, self.timeout_s)
+            with self._on_board("new_group"):
+                agree_on_members(self.transport, group_ranks, self.timeout_s)
         except PeerLostError as error:
             if group_ranks is None or error.rank in group_ranks:
                 raise
-        finally:
-            if self._recorder is not None:
-                self._recorder.end()
 
     def add_closer(self, closer: Callable[[], bool]) -> None:
         """Calls ``closer()`` as the group closes, before its transport does; it says whether nothing uses that any

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,13 +19,17 @@ from typing import Any
 
 import torch
 
-from ..collectives.context import resolve
-from ..collectives.group import Group
-from ..collectives.verbs import all_reduce
+from ..algorithms.executor import Collective
+from ..collectives.context import parse_op, parse_options, resolve
+from ..collectives.group import Call, Group
+from ..collectives.tensors import as_tensor, flatten
+from ..collectives.verbs import all_reduce, check_op
 from ..collectives.work import Work
 from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
+from .agreement import Agreement
 from .cuda import CudaLane
+from .lane import Lane
 from .report import OverlapReport, Stopwatch
 from .scheduler import Item, Scheduler
 from .slices import quick_switches, short_slices, shorten_slice
@@ -37,6 +40,7 @@ SEGMENT_BYTES = 2 << 20
 _CLOSE_TIMEOUT_S = 10.0
 _FIRST_BYTES_PER_S = 1e9  # before anything was measured
 _WEIGHT = 0.25  # of the last segment in the bandwidth
+_Segment = Callable[[Group, bool], Any]  # of a lane, and whether the ranks have compared what it calls
 _ON_ONE_HOST = ("shm", "local")  # where moving is the cores' own work: a second lane would only take from the first
 
 
@@ -74,13 +78,14 @@ class CommStream:
         lanes = 1 if parent.transport.name in _ON_ONE_HOST else 2
         with short_slices():  # also for the threads of the transport
             self.group = _same_ranks(parent, f"{parent.name}/{name}")  # where the ranks agree
-            self._lanes = [_same_ranks(self.group, f"{self.group.name}.{lane}") for lane in range(lanes)]
+            groups = [_same_ranks(self.group, f"{self.group.name}.{lane}") for lane in range(lanes)]
+        self._lanes = [Lane(group, has_thread=lanes > 1) for group in groups]
         self._turn = 0
-        self._outstanding: deque[Work] = deque()
         self._pending = 0  # items that are not complete
         self._last_end_s = 0.0
         self._segment_bytes = segment_bytes
         self._scheduler = Scheduler()
+        self._agreement = Agreement(self.group)
         self._watch = Stopwatch()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -98,22 +103,29 @@ class CommStream:
         are those of ``pycomm.all_reduce``.
         """
 
-        def run(part: torch.Tensor, lane: Group) -> Work | None:
-            return all_reduce(part, op, lane, async_op=not part.is_cuda, **options)
-
         if tensor.is_cuda:
-            return self._submit_cuda(lambda: run(tensor, self._lanes[0]), [tensor])
-        parts: Sequence[torch.Tensor] = [tensor]
-        if tensor.is_contiguous() and tensor.nbytes > self._segment_bytes and options.get("compression") is None:
-            parts = (
-                tensor.detach()
-                .view(-1)
-                .split(  # type: ignore[no-untyped-call]
-                    max(1, self._segment_bytes // tensor.itemsize)
-                )
+            return self._submit_cuda(lambda: all_reduce(tensor, op, self._lanes[0].group, **options), [tensor])
+        if not tensor.is_contiguous() or options.get("compression") is not None:
+            segments: Sequence[_Segment] = [lambda lane, _: all_reduce(tensor, op, lane, **options)]
+            return self._submit(segments, priority, tensor.nbytes, tensor, "all_reduce", tensor)
+        with self.group.scope("all_reduce"):
+            reduce_op, factor = parse_op(op)
+            parsed = parse_options(**options)
+            flat = flatten(
+                as_tensor(tensor, "tensor", writes=True), reads=True, writes=True, devices=self.group.transport.devices
             )
+            check_op(tensor.dtype, reduce_op)
+
+        def run(part: torch.Tensor, lane: Group, is_agreed: bool) -> None:
+            collective = Collective(verb="all_reduce", input=part, output=part, op=reduce_op, factor=factor)
+            lane.run(Call("all_reduce", [collective], (flat.finish,), *parsed, is_agreed=is_agreed), False)
+
+        parts: Sequence[torch.Tensor] = [flat.tensor]
+        if tensor.nbytes > self._segment_bytes and flat.finish is None:
+            parts = flat.tensor.split(max(1, self._segment_bytes // tensor.itemsize))  # type: ignore[no-untyped-call]
         segments = [partial(run, part) for part in parts]
-        return self._submit(segments, priority, parts[0].nbytes, tensor, "all_reduce", tensor)
+        what = ("all_reduce", reduce_op, tensor.dtype, tensor.numel(), parts[0].numel(), parsed)
+        return self._submit(segments, priority, parts[0].nbytes, tensor, "all_reduce", tensor, what)
 
     def submit(self, fn: Callable[[Group], Any], *, priority: int = 0, hold: Any = None, nbytes: int = 0) -> Work:
         """Calls ``fn(group)`` on the stream, where ``group`` is one of the stream's own; the Work has what it returns.
@@ -125,17 +137,18 @@ class CommStream:
             each for each in (hold if isinstance(hold, (list, tuple)) else [hold]) if isinstance(each, torch.Tensor)
         ]
         if any(tensor.is_cuda for tensor in held):
-            return self._submit_cuda(lambda: fn(self._lanes[0]), held)
-        return self._submit([fn], priority, nbytes, hold, getattr(fn, "__name__", "submitted"))
+            return self._submit_cuda(lambda: fn(self._lanes[0].group), held)
+        return self._submit([lambda lane, _: fn(lane)], priority, nbytes, hold, getattr(fn, "__name__", "submitted"))
 
     def _submit(
         self,
-        segments: Sequence[Callable[[Group], Any]],
+        segments: Sequence[_Segment],
         priority: int,
         segment_bytes: int,
         hold: Any,
         what: str,
         result: Any = None,
+        description: object = None,
     ) -> Work:
         with self._changed:
             if self._is_closed:
@@ -143,6 +156,7 @@ class CommStream:
             number = self._scheduler.submitted + 1
             work = StreamWork(f"{what} (item {number} of stream {self.name!r} on rank {self.group.rank})", self._watch)
             self._scheduler.add(Item(segments, priority, segment_bytes, _Under(work, hold, result)))
+            self._agreement.add((priority, description))
             self._pending += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"pycomm-stream-{self.name}", daemon=True)
@@ -194,60 +208,49 @@ class CommStream:
 
     def _run(self) -> None:
         shorten_slice()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._scheduler.has_work or self._is_closed)
-                if not self._scheduler.has_work:
-                    break
+        while self._has_more(lambda: self._is_closed):
             with quick_switches():
-                while self._has_more():
+                while self._has_more(lambda: self._pending == 0):
                     self._move_some()
-                self._keep_outstanding(0)
+        for lane in self._lanes:
+            lane.stop()
 
-    def _has_more(self) -> bool:
-        return self._scheduler.has_work
+    def _has_more(self, is_over: Callable[[], bool]) -> bool:
+        """Waits for something to move, or until ``is_over()``; says whether there is something."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._scheduler.has_work or is_over())
+            return self._scheduler.has_work
 
     def _move_some(self) -> None:
         """One agreement, and what it grants."""
         with self._changed:
-            submitted = self._scheduler.submitted
+            self._agreement.fill(self._scheduler.submitted, self._bytes_per_s)
         try:
-            agreed, bytes_per_s = self._agree(submitted)
+            agreed = self._agreement.run()
         except BaseException as error:  # the group is broken: nothing that was submitted can be moved
             self._fail_all(error)
             return
         with self._changed:
-            chosen = self._scheduler.grant(agreed, bytes_per_s)
+            chosen = self._scheduler.grant(agreed.submitted, agreed.bytes_per_s)
         for item, segment in chosen:
-            self._start(item, segment)
+            lane = self._lanes[self._turn % len(self._lanes)]
+            lane.start(partial(self._move, item, segment, lane.group, item.number <= agreed.compared))
+            self._turn += 1
+        self._lanes[self._turn % len(self._lanes)].wait()  # agreed on as late as can be: others may become urgent
 
-    def _agree(self, submitted: int) -> tuple[int, float]:
-        """Returns how many items all ranks have submitted, and the least bandwidth that any of them measured."""
-        mine = torch.tensor([submitted, round(self._bytes_per_s)], dtype=torch.int64, device=self.group.control_device)
-        all_reduce(mine, ReduceOp.MIN, group=self.group)
-        agreed, bytes_per_s = mine.tolist()
-        return agreed, float(bytes_per_s)
-
-    def _start(self, item: Item, segment: Callable[[Group], Any]) -> None:
-        """Starts one segment on the next lane; returns as soon as a lane is free for another one."""
-        lane = self._lanes[self._turn % len(self._lanes)]
-        self._turn += 1
+    def _move(self, item: Item, segment: _Segment, group: Group, is_agreed: bool) -> None:
+        """Moves one segment, in the thread of a lane."""
         start_s = time.perf_counter()
+        answer: Any = None
+        error: BaseException | None = None
         try:
-            answer = None if item.context.error is not None else segment(lane)
-        except BaseException as error:
-            self._ended(item, start_s, None, error)
-            return
-        if not isinstance(answer, Work):
-            self._ended(item, start_s, answer, None)
-            return
-        self._outstanding.append(answer)
-        answer.then(lambda work: self._ended(item, start_s, None, work.exception()))
-        self._keep_outstanding(len(self._lanes) - 1)
-
-    def _keep_outstanding(self, most: int) -> None:
-        while len(self._outstanding) > most:
-            self._outstanding.popleft().future.exception()  # waits; what went wrong, the item has been told
+            if item.context.error is None:
+                answer = segment(group, is_agreed)
+            if isinstance(answer, Work):
+                answer, error = None, answer.future.exception()
+        except BaseException as raised:  # goes to whoever waits for the item
+            error = raised
+        self._ended(item, start_s, answer, error)
 
     def _ended(self, item: Item, start_s: float, answer: Any, error: BaseException | None) -> None:
         """A segment is complete, or has failed; called in the thread that moved it."""
@@ -274,7 +277,8 @@ class CommStream:
             under.work.set_result(result)
         with self._changed:
             self._pending -= 1
-            self._changed.notify_all()
+            if self._pending == 0:
+                self._changed.notify_all()
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:

@@ -25,13 +25,13 @@ import torch
 
 from ..errors import ConfigError, PycommError
 from . import _wording as wording
-from ._watch import SLICE_S
+from ._watch import slices_s
 from .base import Request
 
 if TYPE_CHECKING:
     from .torch import TorchTransport
 
-__all__ = ["FramedMessages", "PlainMessages"]
+__all__ = ["FramedMessages", "PlainMessages", "Posted", "wait_for"]
 
 _HEADER_BYTES = 16
 _FRAME_BYTES = 256
@@ -72,11 +72,11 @@ _MOST_IDLE = 8
 _helpers = _Helpers()
 
 
-class _Posted(Request):
+class Posted(Request):
     """A message whose parts torch has; ``finish(left_s)`` waits for them, in a helper's thread."""
 
     def __init__(
-        self, doing: str, peer: int, transport: TorchTransport, finish: Callable[[_Posted, float], None]
+        self, doing: str, peer: int, transport: TorchTransport, finish: Callable[[Posted, float], None]
     ) -> None:
         self.source = peer
         self._doing = doing
@@ -97,8 +97,8 @@ class _Posted(Request):
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         self._start()
-        is_long = False
-        while not self._has_ended(min(SLICE_S, deadline - time.monotonic())):
+        is_long, slices = False, slices_s()
+        while not self._has_ended(min(next(slices), deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 raise wording.timed_out(self._transport.place(self._doing), limit_s, is_broken=False)
             if not is_long:
@@ -188,7 +188,7 @@ class PlainMessages(_Messages):
         doing = f"sending {flat.nbytes} bytes to rank {peer}"
         group = self._transport.open_group()
         work = self._post(lambda: group.send([flat.view(torch.uint8)], peer, tag), doing, peer)
-        return _Posted(doing, peer, self._transport, lambda _, left_s: _wait_for(work, flat, left_s))
+        return Posted(doing, peer, self._transport, lambda _, left_s: wait_for(work, flat, left_s))
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)}"
@@ -200,11 +200,11 @@ class PlainMessages(_Messages):
 
         work = self._post(start, doing, -1 if peer is None else peer)
 
-        def finish(request: _Posted, left_s: float) -> None:
-            _wait_for(work, flat, left_s)
+        def finish(request: Posted, left_s: float) -> None:
+            wait_for(work, flat, left_s)
             request.source = work._source_rank() if peer is None else peer
 
-        return _Posted(doing, -1 if peer is None else peer, self._transport, finish)
+        return Posted(doing, -1 if peer is None else peer, self._transport, finish)
 
 
 class FramedMessages(_Messages):
@@ -233,12 +233,12 @@ class FramedMessages(_Messages):
             data_tag = _data_tag(tag, index, data.numel())
             works.append(self._post(lambda: group.send([data], peer, data_tag), doing, peer))
 
-        def finish(_: _Posted, left_s: float) -> None:
+        def finish(_: Posted, left_s: float) -> None:
             deadline = time.monotonic() + left_s
             for work in works:
-                _wait_for(work, (frame, data), deadline - time.monotonic())
+                wait_for(work, (frame, data), deadline - time.monotonic())
 
-        return _Posted(doing, peer, self._transport, finish)
+        return Posted(doing, peer, self._transport, finish)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         _check_tag(tag)
@@ -258,9 +258,9 @@ class FramedMessages(_Messages):
             if data.numel() > _INLINE_BYTES:
                 follows = self._receive_data(data, peer, tag, index, doing)
 
-        def finish(request: _Posted, left_s: float) -> None:
+        def finish(request: Posted, left_s: float) -> None:
             deadline = time.monotonic() + left_s
-            _wait_for(work, frame, left_s)
+            wait_for(work, frame, left_s)
             request.source = int(work._source_rank()) if peer is None else peer
             nbytes, index = frame[:_HEADER_BYTES].view(torch.int64).tolist()
             if nbytes != data.numel():
@@ -271,9 +271,9 @@ class FramedMessages(_Messages):
                 data.copy_(frame[_HEADER_BYTES : _HEADER_BYTES + nbytes])
                 return
             rest = self._receive_data(data, request.source, tag, index, doing) if follows is None else follows
-            _wait_for(rest, data, deadline - time.monotonic())
+            wait_for(rest, data, deadline - time.monotonic())
 
-        request = _Posted(doing, -1 if peer is None else peer, self._transport, finish)
+        request = Posted(doing, -1 if peer is None else peer, self._transport, finish)
         if not is_index_known:
             request.test()  # starts the helper thread
         return request
@@ -336,7 +336,7 @@ class _SelfReceive(Request):
             time.sleep(1e-4)
 
 
-def _wait_for(work: Any, _alive: object, left_s: float) -> None:
+def wait_for(work: Any, _alive: object, left_s: float) -> None:
     """Waits for torch's handle. ``_alive`` is memory that has to last until then."""
     from .torch import timeout_of
 

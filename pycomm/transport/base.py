@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from ..types import ReduceOp
 
+    Exchange = Callable[[torch.Tensor, str, float | None], torch.Tensor]  # as Transport.exchange
+
 __all__ = ["Request", "Transport"]
 
 _EXCHANGE_TAG = 32766  # above those of users and of plans
@@ -121,6 +123,13 @@ class Transport(ABC):
         for request in requests:
             request.wait(max(deadline - time.monotonic(), 1e-3))
         return frames
+
+    def exchanger(self, nbytes: int) -> Exchange:
+        """Returns what swaps frames of ``nbytes`` as ``exchange`` does, for many swaps beside large transfers.
+
+        Called by every rank, at most once a group.
+        """
+        return self.exchange
 
     def record_on(self, log: Any) -> None:
         """Writes the group's calls on the board from now on, if the transport can; else the layer above does (see

@@ -27,7 +27,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -40,6 +41,9 @@ from ._mixed_reduce import ColumnReduce
 from ._watched import WatchedTransport
 from ._wording import Remembered
 from .base import Request, Transport
+
+if TYPE_CHECKING:
+    from .base import Exchange
 
 __all__ = ["FIRST_OWN_TAG", "MixedTransport", "connect"]
 
@@ -95,9 +99,17 @@ class MixedTransport(Transport):
         return self.outer.can_agree(device_type)
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+        return self._between_hosts(self.outer.exchange, frame, verb, timeout_s)
+
+    def exchanger(self, nbytes: int) -> Exchange:
+        return partial(self._between_hosts, self.outer.exchanger(nbytes))
+
+    def _between_hosts(
+        self, exchange: Exchange, frame: torch.Tensor, verb: str, timeout_s: float | None
+    ) -> torch.Tensor:
         self.outer.calls, self.outer.group_name = self.calls, self.group_name  # it words what goes wrong
         with self.ending_both():
-            return self.outer.exchange(frame, verb, timeout_s)
+            return exchange(frame, verb, timeout_s)
 
     @property
     def is_broken(self) -> bool:

@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from ctypes import memmove
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -28,14 +29,16 @@ from ..topology import local_address
 from ..types import ReduceOp
 from . import _wording as wording
 from ._deaf_sockets import deafen, listening_sockets
+from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages
-from ._watch import SLICE_S, Watch
+from ._watch import Watch, slices_s
 from ._watched import WatchedTransport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from . import ConnectSpec
+    from .base import Exchange
 
 __all__ = ["TorchTransport", "as_bytes", "connect", "timeout_of", "wrap"]
 
@@ -111,6 +114,7 @@ class TorchTransport(WatchedTransport):
         self._host = host
         self.watch = Watch.nobody(self.rank) if watch is None else watch
         self._is_gloo = self.backends.get("cpu") == "gloo"
+        self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
         self._messages: FramedMessages | PlainMessages = FramedMessages(self) if self._is_gloo else PlainMessages(self)
 
@@ -127,18 +131,29 @@ class TorchTransport(WatchedTransport):
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         # gloo's all-to-all sends to all at once; its all-gather goes round a ring, n - 1 messages one after the other.
-        shape = self.world_size, frame.numel()
-        frames = torch.empty(shape, dtype=torch.uint8)
-        sent = frame.expand(shape).contiguous()
+        sent, frames = self._buffers_of(frame.numel())
+        for member in range(self.world_size):  # not by torch, which lets go of Python's lock in each call
+            memmove(sent.data_ptr() + member * frame.numel(), frame.data_ptr(), frame.numel())
         self._run("all_to_all_single", timeout_s, frames, sent, [], [], c10d.AllToAllOptions(), doing=verb)
         return frames
+
+    def exchanger(self, nbytes: int) -> Exchange:
+        return PostedExchange(self, nbytes) if self._is_gloo else self.exchange
+
+    def _buffers_of(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what ``exchange`` sends and receives, kept from one call to the next."""
+        if self._exchanged is None or self._exchanged[0].shape[1] != nbytes:
+            shape = self.world_size, nbytes
+            self._exchanged = torch.empty(shape, dtype=torch.uint8), torch.empty(shape, dtype=torch.uint8)
+        return self._exchanged
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
-        output.copy_(input)  # nothing happens if they are the same
+        if output is not input:
+            output.copy_(input)
         options = _options(c10d.AllreduceOptions(), reduceOp=_torch_op(op))
         self._run("all_reduce", timeout_s, [_as_real(output)], options)
         self._divide(output, op)
@@ -258,11 +273,11 @@ class TorchTransport(WatchedTransport):
     def _await(self, work: Any, doing: str, limit_s: float) -> None:
         """Waits for gloo in slices: between them Python handles signals, and this rank looks who lives."""
         deadline = time.monotonic() + limit_s
-        is_long = False
+        is_long, slices = False, slices_s()
         while (left_s := deadline - time.monotonic()) > 0:
             has_ended = work.is_completed()  # then this wait raises what went wrong, if anything did
             try:
-                work.wait(timeout_of(min(left_s, SLICE_S)))
+                work.wait(timeout_of(min(left_s, next(slices))))
                 return
             except RuntimeError as error:
                 if has_ended:

@@ -1,0 +1,71 @@
+"""Swaps of small frames over gloo that are one trip, also where the wire is full.
+
+[Note: one trip]
+gloo sends a message's data when it knows that the receiver has room for it: two trips, if the receive is not posted
+before the send. Behind a megabyte on its way to the same host a trip takes as long as that. So the receives of the next
+swap are posted at the end of the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from ctypes import memmove
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CollectiveTimeoutError
+from . import _wording as wording
+from ._torch_messages import Posted, wait_for
+
+if TYPE_CHECKING:
+    from .torch import TorchTransport
+
+__all__ = ["PostedExchange"]
+
+_TAG = 1 << 29  # above the tags of callers' messages, below those of their data
+
+
+class PostedExchange:
+    """``exchange`` for frames of one size. Made by every rank of a group, once, which then makes the same calls."""
+
+    def __init__(self, transport: TorchTransport, nbytes: int) -> None:
+        self._transport = transport
+        self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
+        self._frames = torch.empty((transport.world_size, nbytes), dtype=torch.uint8)
+        self._received = torch.empty_like(self._frames)
+        # Of two rounds, this one and the last, gloo may still read the memory and needs the handles.
+        self._own = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+        self._sends: list[Any] = [None, None]
+        self._turn = 0
+        self._receives = self._post()
+
+    def __call__(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
+        """As ``Transport.exchange``."""
+        group, own = self._transport.open_group(), self._own[self._turn]
+        memmove(own.data_ptr(), frame.data_ptr(), frame.numel())  # torch lets go of Python's lock in each of its calls
+        try:
+            self._sends[self._turn] = [group.send([own], peer, _TAG) for peer in self._peers]
+        except RuntimeError as error:
+            raise self._transport.error_of(error, verb, self._transport.timeout_s) from error
+        self._turn = 1 - self._turn
+
+        def finish(_: Posted, left_s: float) -> None:
+            deadline = time.monotonic() + left_s
+            for work in self._receives:
+                wait_for(work, self._received, deadline - time.monotonic())
+
+        limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
+        try:
+            Posted(verb, -1, self._transport, finish).wait(limit_s)
+        except CollectiveTimeoutError as error:  # unlike a message's, it breaks the group
+            self._transport.watch.announce("timeout", self._transport.rank)
+            raise wording.timed_out(self._transport.place(verb), limit_s) from error
+        memmove(self._frames.data_ptr(), self._received.data_ptr(), self._frames.numel())
+        memmove(self._frames.data_ptr() + self._transport.rank * frame.numel(), frame.data_ptr(), frame.numel())
+        self._receives = self._post()
+        return self._frames
+
+    def _post(self) -> list[Any]:
+        group = self._transport.open_group()
+        return [group.recv([self._received[peer]], peer, _TAG) for peer in self._peers]
