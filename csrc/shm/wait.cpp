@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "board.h"
@@ -15,7 +16,8 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::int64_t kYieldNs = 50'000;         // how long to yield before sleeping, times the ranks that share a core
+constexpr std::int64_t kMostYieldNs = 50'000;     // how long to yield before sleeping, times the ranks that share a core
+constexpr std::int64_t kLeastYieldNs = 500;       // as long as one yield takes
 constexpr std::int64_t kNapNs = 8'000'000;        // how long to sleep before looking around
 
 bool has_membarrier() {
@@ -32,7 +34,7 @@ std::int64_t monotonic_ns() {
 }
 
 Waiter::Waiter(Setup setup)
-    : setup_(std::move(setup)), must_fence_(!has_membarrier()) {}
+    : setup_(std::move(setup)), must_fence_(!has_membarrier()), patience_ns_(setup_.ranks_per_core * kMostYieldNs) {}
 
 void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline,
                         const char* doing) {
@@ -55,8 +57,12 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
   if (deadline.at_ns == 0) deadline.at_ns = start + deadline.timeout_ns;
   do {
     sched_yield();
-    if (is_ready()) return;
-  } while (monotonic_ns() - start < setup_.ranks_per_core * kYieldNs);
+    if (is_ready()) {
+      patience_ns_ = std::min(2 * patience_ns_, setup_.ranks_per_core * kMostYieldNs);
+      return;
+    }
+  } while (monotonic_ns() - start < patience_ns_);
+  patience_ns_ = std::max(patience_ns_ / 2, kLeastYieldNs);
   for (;;) {
     doze(peer, is_ready);
     if (is_ready()) return;

@@ -4,6 +4,11 @@
 // nanoseconds), then sched_yield, which hands the core to a rank that shares it (1.4 us), then sleep in a futex (waking a
 // sleeper on another core costs 20 us, so only after 50 us of waiting). How long to spin, the caller knows.
 //
+// [Note: patience] Where other work has the core too, a yield gives the core away for hundreds of microseconds (the kernel
+// takes the rest of its slice from who yields), while a sleeper who is woken comes before that work. So a rank that yielded
+// in vain halves the time it yields, and one that yielded with success doubles it: four ranks beside a busy process take 50
+// to 80 us a small call, where 100 us of yielding each time made it 200.
+//
 // [Note: waking without a fence] A rank that publishes must know whether to wake somebody: store(flag); load(sleepers).
 // On every machine the load may overtake the store, and the fence that forbids it would cost each call 10 to 30 ns. So
 // the sleeper pays instead: it stores sleepers, has the kernel run a barrier on every core (membarrier), and only then looks
@@ -136,6 +141,7 @@ class Waiter {
   const std::uint64_t* seq_ = nullptr;
   Log* log_ = nullptr;
   bool must_fence_;
+  std::int64_t patience_ns_;  // how long to yield; [Note: patience]
 };
 
 }  // namespace pycomm::shm
