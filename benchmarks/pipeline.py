@@ -3,9 +3,11 @@
     pycomm run -n 2 benchmarks/pipeline.py
     pycomm run -n 2 benchmarks/pipeline.py --microbatches 8 --svg docs/pipeline.svg zbv
 
-Every schedule trains the same GPT, cut by measured time. First some steps measure what F, I and W of each stage take;
-the schedule is simulated with these times. Then the measured bubble is the share of the slowest rank's step in which
-the ranks did not compute, the median over steps. Ranks should have a core each.
+Every schedule trains the same GPT, cut by measured time. The measured bubble is the share of the slowest rank's step in
+which the ranks did not compute. Simulated is what the schedule alone makes them wait: with the time that each F, B, I
+and W took in the same step, and messages that take no time. Ahead is the same with the means of each stage in the step
+before: what could be known beforehand, on a machine whose times vary. All are medians over steps, the ratio that of
+measured to simulated, paired. Ranks should have a core each.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from engine_models import GPT
@@ -44,8 +47,20 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def measure(name: str, options: argparse.Namespace) -> tuple[float, float, float, int, int]:
-    """Returns the simulated and the measured bubble, the step's seconds, and the activations of both."""
+class Found(NamedTuple):
+    """Of one schedule: medians over steps, of seconds and bubbles, and the activations simulated and held."""
+
+    wall_s: float
+    ahead: float
+    simulated: float
+    measured: float
+    ratio: float
+    simulated_activations: int
+    activations: int
+
+
+def measure(name: str, options: argparse.Namespace) -> Found:
+    """Trains by schedule ``name`` and returns what was found."""
     torch.manual_seed(0)
     gpt = GPT(layers=options.layers)
     layers = [Front(gpt), *gpt.blocks, nn.Sequential(gpt.norm, gpt.head)]
@@ -55,9 +70,8 @@ def measure(name: str, options: argparse.Namespace) -> tuple[float, float, float
     pipeline = pycomm.Pipeline(layers, loss_of, options.microbatches, schedule=name, split="time", sample=sample)
     for _ in range(options.warm_up):
         pipeline.step(inputs, targets)
-    walls, bubbles, peak = [], [], 0
+    walls, ahead, simulated, measured, peak = [], [], [], [], 0
     times = pipeline.measured_times()
-    predicted = []
     for _ in range(options.steps):
         pycomm.barrier()
         pipeline.step(inputs, targets)
@@ -68,12 +82,14 @@ def measure(name: str, options: argparse.Namespace) -> tuple[float, float, float
         computed = torch.tensor([report.compute_s], dtype=torch.float64)
         pycomm.all_reduce(computed)
         walls.append(told[0].item())
-        bubbles.append(1 - computed.item() / (walls[-1] * pycomm.world_size()))
+        measured.append(1 - computed.item() / (walls[-1] * pycomm.world_size()))
         peak = int(told[1])
+        ahead.append(simulate(pipeline.schedule, times).bubble)
+        simulated.append(simulate(pipeline.schedule, pipeline.measured_actions()).bubble)
         times = pipeline.measured_times()
-        predicted.append(simulate(pipeline.schedule, times).bubble)
     held = max(simulate(pipeline.schedule, times).peak_activations)
-    return median(predicted), median(bubbles), median(walls), held, peak
+    ratio = median(real / paper for real, paper in zip(measured, simulated, strict=True))
+    return Found(median(walls), median(ahead), median(simulated), median(measured), ratio, held, peak)
 
 
 def main() -> None:
@@ -88,12 +104,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     group = pycomm.init()
-    console = Console(quiet=group.rank != 0)
-    table = Table("schedule", "step, ms", "bubble simulated", "measured", "ratio", "activations simulated", "measured")
+    console = Console(quiet=group.rank != 0, width=110)
+    table = Table(
+        "schedule", "step, ms", "bubble ahead", "simulated", "measured", "ratio", "activations simulated", "held"
+    )
     for name in options.schedules:
-        simulated, measured, wall_s, held, peak = measure(name, options)
-        row = [f"{1e3 * wall_s:.0f}", f"{simulated:.1%}", f"{measured:.1%}", f"{measured / simulated:.2f}"]
-        table.add_row(name, *row, str(held), str(peak))
+        found = measure(name, options)
+        row = [f"{1e3 * found.wall_s:.0f}", f"{found.ahead:.1%}", f"{found.simulated:.1%}", f"{found.measured:.1%}"]
+        table.add_row(name, *row, f"{found.ratio:.2f}", str(found.simulated_activations), str(found.activations))
     console.print(table)
     if options.svg and group.rank == 0:
         schedule = make(options.schedules[0], group.world_size, options.microbatches)

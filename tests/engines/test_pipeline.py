@@ -97,8 +97,12 @@ def other_job(rank: int) -> None:
     pycomm.all_gather_single(everyone, loss.view(1))
     assert everyone[0] == everyone[1]
     assert pipeline.evaluate(inputs, targets) == loss
-    times = pipeline.measured_times()
+    with pytest.raises(pycomm.ConfigError, match="before the first step"):
+        pycomm.Pipeline(layers, functional.mse_loss, 2).measured_times()
+    times, actions = pipeline.measured_times(), pipeline.measured_actions()
     assert sorted(times) == [0, 1] and all(each.forward_s > 0 for each in times.values())
+    assert sorted(map(str, actions)) == sorted(str(each) for row in pipeline.schedule.rows for each in row)
+    assert all(seconds > 0 for seconds in actions.values()) and simulate(pipeline.schedule, actions).total_s > 0
     pycomm.Pipeline(layers, functional.mse_loss, 4, schedule="zero_bubble", times=times).step(inputs, targets)
     assert list(pipeline.state_dict()) == [name for name, _ in pipeline.named_parameters()]
     with pytest.raises(pycomm.ConfigError, match="microbatches divide"):

@@ -58,6 +58,17 @@ def test_measured_times_never_make_it_slower(times) -> None:
     assert max(measured.peak_activations) <= 4
 
 
+def test_times_of_actions_are_those_of_stages_if_they_are_alike() -> None:
+    by_stage = {stage: StageTimes(1.0 + stage, 2.0, 0.5) for stage in range(8)}
+    for name in SCHEDULES.names():
+        schedule = make(name, 4, 8)
+        by_action = {action: by_stage[action.stage].of(action.kind) for row in schedule.rows for action in row}
+        assert simulate(schedule, by_action) == simulate(schedule, by_stage)
+        late = max(by_action, key=lambda action: simulate(schedule, by_action).spans[action][1])
+        slower = simulate(schedule, {**by_action, late: by_action[late] + 1.0})
+        assert slower.total_s == pytest.approx(simulate(schedule, by_action).total_s + 1.0)
+
+
 def test_bad_schedules_are_told_with_row_and_action() -> None:
     good = make("gpipe", 2, 2)
     first, second = good.rows

@@ -41,13 +41,13 @@ _FORWARD = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 class StepReport(NamedTuple):
     """What a step of this rank took: seconds in all and in computing, and the most activations it held.
 
-    ``action_s`` are the seconds of each action, by its kind and stage, summed over the microbatches.
+    ``action_s`` are the seconds of each thing that it computed.
     """
 
     wall_s: float
     compute_s: float
     peak_activations: int
-    action_s: dict[tuple[Kind, int], float]
+    action_s: dict[Action, float]
 
     @property
     def bubble(self) -> float:
@@ -178,18 +178,24 @@ class Pipeline:
                 state[f"{int(layer) + self._first_layer[index]}.{rest}"] = value
         return state
 
+    def measured_actions(self) -> dict[Action, float]:
+        """Returns the seconds of everything that all ranks computed in the last step, for ``simulate``. Collective."""
+        actions = [each for row in self.schedule.rows for each in row]
+        if self.report is None:
+            raise ConfigError("Pipeline: what a step takes was asked for before the first step; call step() first")
+        taken = torch.tensor([self.report.action_s.get(each, 0.0) for each in actions], dtype=torch.float64)
+        pycomm.all_reduce(taken, group=self.group)
+        return dict(zip(actions, taken.tolist(), strict=True))
+
     def measured_times(self) -> dict[int, StageTimes]:
-        """Returns what F, I and W of each stage took in the last step, for a microbatch, on all ranks. Collective.
+        """Returns what F, I and W of each stage took in the last step, the mean over its microbatches. Collective.
 
         A stage whose schedule has B counts half of it as I and half as W.
         """
         taken = torch.zeros(self.schedule.stages, 3, dtype=torch.float64)
-        assert self.report is not None, "measured_times needs a step before it"
-        for (kind, stage), seconds in self.report.action_s.items():
-            each = seconds / self.schedule.microbatches
+        for (kind, stage, _), seconds in self.measured_actions().items():
             shares = {Kind.F: (1, 0, 0), Kind.B: (0, 0.5, 0.5), Kind.I: (0, 1, 0), Kind.W: (0, 0, 1)}[kind]
-            taken[stage] += each * torch.tensor(shares, dtype=torch.float64)
-        pycomm.all_reduce(taken, group=self.group)
+            taken[stage] += seconds / self.schedule.microbatches * torch.tensor(shares, dtype=torch.float64)
         return {stage: StageTimes(*row) for stage, row in enumerate(taken.tolist())}
 
     # -- the parts --------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Run:
         self._inputs, self._targets = inputs, targets
         self._activations: dict[tuple[int, int], torch.Tensor] = {}  # (stage, microbatch) -> its input
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}  # (stage, microbatch) -> its output's gradient
-        self.action_s: dict[tuple[Kind, int], float] = {}
+        self.action_s: dict[Action, float] = {}
         self._waiting_weights = 0
         self.peak = 0
         self.wall_s = 0.0
@@ -50,8 +50,7 @@ class Run:
         else:
             start_s = time.perf_counter()
             self._compute(action)
-            taken_s = time.perf_counter() - start_s
-            self.action_s[kind, stage] = self.action_s.get((kind, stage), 0.0) + taken_s
+            self.action_s[action] = time.perf_counter() - start_s
 
     def _compute(self, action: Action) -> None:
         kind, index, microbatch = action

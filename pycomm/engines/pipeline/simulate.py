@@ -60,12 +60,13 @@ def needs(action: Action, schedule: Schedule) -> list[tuple[Action, ...]]:
     return before if stage == schedule.stages - 1 else [*before, backward]
 
 
-def simulate(
-    schedule: Schedule, times: Mapping[int, StageTimes] | StageTimes = StageTimes(), transfer_s: float = 0.0
-) -> Simulation:
-    """Runs ``schedule`` on paper; ``times`` are of each stage, ``transfer_s`` of a message between two ranks.
+Times = Mapping[int, StageTimes] | Mapping[Action, float] | StageTimes
 
-    Raises PlanError if it comes to a stand before its end.
+
+def simulate(schedule: Schedule, times: Times = StageTimes(), transfer_s: float = 0.0) -> Simulation:
+    """Runs ``schedule`` on paper; ``times`` are of every stage alike, of each stage, or of each action.
+
+    ``transfer_s`` is what a message between two ranks takes. Raises PlanError if it comes to a stand before its end.
     """
     rows = [[action for action in row if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W)] for row in schedule.rows]
     places, clocks, busy = [0] * len(rows), [0.0] * len(rows), 0.0
@@ -79,8 +80,7 @@ def simulate(
                 ready_s = _ready_s(action, schedule, spans, transfer_s)
                 if ready_s is None:
                     break
-                stage_times = times if isinstance(times, StageTimes) else times[action.stage]
-                duration_s = stage_times.of(action.kind)
+                duration_s = _duration_s(action, times)
                 start_s = max(clocks[rank], ready_s)
                 clocks[rank] = start_s + duration_s
                 spans[action] = (start_s, clocks[rank])
@@ -97,6 +97,13 @@ def simulate(
     total_s = max(clocks, default=0.0)
     bubble = 1.0 - busy / (total_s * len(rows)) if total_s else 0.0
     return Simulation(spans, total_s, bubble, tuple(_peak(row) for row in rows))
+
+
+def _duration_s(action: Action, times: Times) -> float:
+    if isinstance(times, StageTimes):
+        return times.of(action.kind)
+    found: StageTimes | float = times[action if action in times else action.stage]  # type: ignore[index]
+    return found.of(action.kind) if isinstance(found, StageTimes) else found
 
 
 def _ready_s(
