@@ -42,6 +42,23 @@ DEATHS = {
 }
 
 
+class Stop(NamedTuple):
+    """When a rank is stopped: the moment, so many seconds into it, all_reducing so many elements."""
+
+    moment: str
+    delay_s: float = 0.0
+    numel: int = 1000
+
+
+STOPS = {
+    "before": Stop("before"),
+    "inside a small one, whose end it may miss": Stop("inside", 0.001),
+    "inside 64 MiB": Stop("inside", 0.02, 8 << 20),
+    "after": Stop("after"),
+}
+STOPPED_S = 0.4
+
+
 def check_sum(group: Any = None, numel: int = 5) -> None:
     """Holds an all_reduce of ``group`` to the right sum, whose terms differ between ranks and elements."""
     ranks = pycomm.world_size(group)
@@ -65,26 +82,32 @@ def reduce_until_lost(numel: int) -> PeerLostError:
     raise AssertionError(f"no error within {HUNG_S} s")
 
 
+def victim_of(ranks: int) -> int:
+    """Returns the rank to strike: one in the middle where there is one."""
+    return min(VICTIM, ranks - 1)
+
+
 def survive(rank: int, how: str, when: str) -> None:
-    """Rank 2 of four dies in its third collective. The others name it, stay without a hang, and go on without it."""
-    death = DEATHS[when]
-    pids = torch.zeros(RANKS, dtype=torch.int64)
+    """A rank dies in its third collective. The others name it, stay without a hang, and go on without it."""
+    death, ranks = DEATHS[when], pycomm.world_size()
+    victim = victim_of(ranks)
+    pids = torch.zeros(ranks, dtype=torch.int64)
     pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
-    fault = fail_at(VICTIM, 3, how, moment=death.moment, delay_s=death.delay_s)
+    fault = fail_at(victim, 3, how, moment=death.moment, delay_s=death.delay_s)
     with inject(fault):
         check_sum()
         check_sum()
-        if rank == 3:
+        if rank == (victim + 1) % ranks:
             time.sleep(death.peer_sleeps_s)
         error = reduce_until_lost(death.numel)
-    assert error.rank == VICTIM, error
-    assert f"rank {VICTIM} (pid {pids[VICTIM]}" in str(error), error
-    assert f"rank {rank} of {RANKS}" in str(error) and "all_reduce" in str(error), error
+    assert error.rank == victim, error
+    assert f"rank {victim} (pid {pids[victim]}" in str(error), error
+    assert f"rank {rank} of {ranks}" in str(error) and "all_reduce" in str(error), error
     begin = time.monotonic()
     with pytest.raises(PeerLostError) as again:  # and so does every later call
         pycomm.barrier()
-    assert again.value.rank == VICTIM
-    survivors = pycomm.new_group([member for member in range(RANKS) if member != VICTIM])
+    assert again.value.rank == victim
+    survivors = pycomm.new_group([member for member in range(ranks) if member != victim])
     check_sum(survivors)
     check_sum(survivors, 100_003)
     assert time.monotonic() - begin < HUNG_S
