@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .standing import main_line, stacks
+from .traffic import Flow, Traffic, measure_traffic
 from .verdict import Standing
 
 __all__ = ["Gossip"]
 
 _ANSWER_S = 0.6  # two polls of the other rank's watch, and the way
+_PATIENT_S = 2.0  # where the way may be long: behind what fills a slow link, and there and back several times
 _POLL_S = 0.02
 
 
@@ -28,35 +31,56 @@ class Gossip:
         self._rank = rank
         self._remote = tuple(remote)
         self._answered = 0
+        self._own: set[int] = set()  # questions of this rank
+        self._answering = threading.Lock()
 
     def answer(self, standings: Callable[[int], dict[int, Standing]]) -> None:
         """Answers what was asked since the last time: for this rank, and for those of this host that are dead.
 
         ``standings(members)`` has them by their rank in ``init``.
         """
-        with contextlib.suppress(RuntimeError):  # the store has gone with the process that kept it
-            asked = int(self._store.add("asked", 0))
-            # A number is taken a moment before its question is there: that one comes the next time.
-            while self._answered < asked and self._store.check([f"question{self._answered + 1}"]):
-                self._answered += 1
+        if not self._answering.acquire(blocking=False):  # another thread does
+            return
+        try:
+            self._answer(standings)
+        except RuntimeError:  # the store has gone with the process that kept it
+            pass
+        finally:
+            self._answering.release()
+
+    def _answer(self, standings: Callable[[int], dict[int, Standing]]) -> None:
+        asked = int(self._store.add("asked", 0))
+        # A number is taken a moment before its question is there: that one comes the next time.
+        while self._answered < asked and self._store.check([f"question{self._answered + 1}"]):
+            self._answered += 1
+            if self._answered not in self._own:
                 asked_of = standings(int(self._store.get(f"question{self._answered}")))
                 for rank, standing in asked_of.items():
-                    line = main_line(stacks()) if rank == self._rank else ""
-                    self._store.set(f"answer{self._answered}/{rank}", json.dumps(standing._replace(line=line)))
+                    if rank == self._rank:
+                        traffic = measure_traffic() if standing.is_in else Traffic()
+                        standing = standing._replace(line=main_line(stacks()), traffic=traffic)
+                    self._store.set(f"answer{self._answered}/{rank}", json.dumps(standing))
 
-    def ask(self, members: int) -> Iterator[Standing]:
-        """Yields where the ranks of other hosts stand in the group ``members``, those that answer in time."""
+    def ask(
+        self, members: int, standings: Callable[[int], dict[int, Standing]], is_patient: bool
+    ) -> Iterator[Standing]:
+        """Yields where the ranks of other hosts stand in the group ``members``, those that answer in time.
+
+        Meanwhile answers what they ask, which may be the same.
+        """
         try:
             number = int(self._store.add("asked", 1))
+            self._own.add(number)
             self._store.set(f"question{number}", str(members))
             missing = list(self._remote)
-            deadline = time.monotonic() + _ANSWER_S
+            deadline = time.monotonic() + (_PATIENT_S if is_patient else _ANSWER_S)
             while missing and time.monotonic() < deadline:
+                self.answer(standings)
                 for rank in list(missing):
                     key = f"answer{number}/{rank}"
                     if self._store.check([key]):
                         missing.remove(rank)
-                        yield Standing(*json.loads(self._store.get(key)))
+                        yield _read(self._store.get(key))
                 time.sleep(_POLL_S)
         except RuntimeError:
             return
@@ -72,3 +96,9 @@ class Gossip:
             if self._store.check([f"verdict/{members}"]):
                 return str(self._store.get(f"verdict/{members}").decode())
         return ""
+
+
+def _read(answer: bytes) -> Standing:
+    fields = json.loads(answer)
+    ends, full = fields.pop()
+    return Standing(*fields)._replace(traffic=Traffic(tuple(ends), tuple(Flow(*each) for each in full)))

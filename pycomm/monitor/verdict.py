@@ -3,8 +3,9 @@
 [Note: the verdict]
 A collective needs every rank. So of ranks that wait, those are the cause that (1) have ended or are stopped, (2) have
 not entered the call that the others are in, or (3) have entered another one. If all are in the same call, (4) the cause
-is the rank at the end of the chain of who waits for whom, or the link to it. The text holds nothing that changes while
-the ranks stand still, so every rank that works it out says the same.
+is a link that is full (``traffic.py``), or the rank at the end of the chain of who waits for whom, or the link to it.
+But for a link's rate the text holds nothing that changes while the ranks stand still, so every rank that works it out
+says the same; of an error the first rank's verdict is everybody's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .traffic import Link, Traffic, full_links
+
 __all__ = ["Standing", "Verdict", "find_culprit"]
+
+_ALIKE = 2.0  # links are equally slow up to this factor
+_MOST_LINKS = 4
 
 
 class Standing(NamedTuple):
@@ -21,7 +27,7 @@ class Standing(NamedTuple):
     ``state`` is the process's: "alive", "stopped", "dead", or "unknown" (on a host that did not answer). ``seq`` is the
     last call that it has begun in the group, ``call`` describes it, ``is_in`` says whether it is still in it.
     ``elsewhere`` is a call of another group that it is in; ``line`` where its Python stands; ``peer`` whom it waits
-    for.
+    for; ``traffic`` what its connections move, where that was asked.
     """
 
     rank: int
@@ -35,6 +41,7 @@ class Standing(NamedTuple):
     peer: int = -1
     elsewhere: str = ""
     line: str = ""
+    traffic: Traffic = Traffic()
 
 
 class Verdict(NamedTuple):
@@ -105,7 +112,10 @@ def _describe(standing: Standing, newest: int, what: str, group: str) -> str:
 
 
 def _slowest(what: str, standings: Sequence[Standing]) -> Verdict:
-    """Everybody is in the same call: follows who waits for whom to those that wait for nobody."""
+    """Everybody is in the same call: looks for links that are full, then for those that wait for nobody."""
+    links = full_links({each.rank: each.traffic for each in standings})
+    if links:
+        return _slow_links(what, [link for link in links if link.bytes_per_s <= _ALIKE * links[0].bytes_per_s])
     waits_for = {each.rank: each.peer for each in standings if each.peer >= 0}
     ends = [each for each in standings if each.rank not in waits_for and each.rank in waits_for.values()]
     if len(ends) == 1:
@@ -121,6 +131,18 @@ def _slowest(what: str, standings: Sequence[Standing]) -> Verdict:
     return Verdict(
         "slow", (), f"everyone has entered {what}{hint}: the link is slow; `pycomm probe` measures all of them"
     )
+
+
+def _slow_links(what: str, links: Sequence[Link]) -> Verdict:
+    first, *others = [f"{link.sender}->{link.receiver}" for link in links[:_MOST_LINKS]]
+    rates = [_rate(link.bytes_per_s) for link in links]
+    text = f"everyone has entered {what}, but the link {first} moves {rates[0]}"
+    text += "".join(f", and {each} {rate}" for each, rate in zip(others, rates[1:]))
+    return Verdict("slow", tuple(sorted({rank for link in links for rank in link[:2]})), text)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s else "nothing"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

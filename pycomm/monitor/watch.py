@@ -22,6 +22,7 @@ from ..transport import _wording as wording
 from .boards import Board, GroupOnBoard
 from .gossip import Gossip
 from .standing import stacks, standing_of, standings_on
+from .traffic import Traffic, measure_traffic
 from .verdict import Standing, Verdict, find_culprit
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class _Watch:
             if waited_s < self._hang_s:
                 continue
             self._reported.add((group.index, record.seq))
-            verdict = self.judge(group, is_final=False)
+            verdict = self.judge(group, is_final=False, is_patient=True)
             _log.warning(
                 "%s #%d on group %r has waited for %.1f s on rank %d: %s",
                 record.verb,
@@ -153,17 +154,22 @@ class _Watch:
             for callback in list(_callbacks):
                 callback(Hang(group.name, record.seq, waited_s, verdict))
 
-    def judge(self, group: GroupOnBoard, *, is_final: bool) -> Verdict:
-        """Returns who keeps ``group`` waiting. Of a failure (``is_final``) the first rank's verdict is everybody's."""
+    def judge(self, group: GroupOnBoard, *, is_final: bool, is_patient: bool) -> Verdict:
+        """Returns who keeps ``group`` waiting. Of a failure (``is_final``) the first rank's verdict is everybody's.
+
+        ``is_patient``: other hosts have longer to answer; not where the error of a death waits for it.
+        """
         told = self._told(group) if is_final else None
         if told is not None:
             return told
         standings = standings_on([self.own, *self.peers], group.members, group.world_size)
         verdict = find_culprit(group.name, standings)
         if self.gossip is not None and verdict.kind not in ("dead", "stopped", "absent"):
-            for remote in self.gossip.ask(group.members):
+            for remote in self.gossip.ask(group.members, self._standings, is_patient):
                 if 0 <= remote.rank < len(standings):
                     standings[remote.rank] = remote
+            own = standings[group.rank]
+            standings[group.rank] = own._replace(traffic=measure_traffic() if own.is_in else Traffic())
             verdict = (self._told(group) if is_final else None) or find_culprit(group.name, standings)
         text = json.dumps({"members": group.members, "seq": group.seq, "is_final": is_final} | verdict._asdict())
         self.native.set_verdict(text)
@@ -190,7 +196,7 @@ class _Watch:
         try:
             for group in self.own.groups():
                 if group.is_open and (group.name, group.rank) == (place.group, place.rank):
-                    verdict = self.judge(group, is_final=True)
+                    verdict = self.judge(group, is_final=True, is_patient=kind == "timeout")
                     return "" if verdict.kind in ("idle", "unknown") else f"\nVerdict: {verdict.text}"
         except Exception:  # what is being raised matters more
             _log.debug("no verdict could be reached", exc_info=True)

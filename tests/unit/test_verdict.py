@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pycomm.monitor.traffic import Flow, Traffic
 from pycomm.monitor.verdict import Standing, find_culprit
 
 CALL = "all_reduce(SUM, float32, 8 elements)"
@@ -84,3 +85,15 @@ def test_a_cycle_of_waits_is_a_slow_link_and_nobody_in_a_call_is_idle() -> None:
     verdict = find_culprit("dp", [standing(rank, is_in=False) for rank in range(2)])
     assert verdict.kind == "idle" and "all_reduce #412" in verdict.text
     assert find_culprit("dp", [standing(0, is_in=False), standing(1, is_in=False, state="dead")]).kind == "dead"
+
+
+def test_of_links_that_are_full_the_slow_ones_are_named_with_their_rate() -> None:
+    """Rank r sends to rank r + 1 over a connection from port r, and to the store over another one."""
+    rates = {0: 2.9e9, 1: 3.0e6, 2: 4.1e6, 3: 2e9}
+    standings = []
+    for rank, rate in rates.items():
+        ends = f"h:{rank}", f"h:{(rank - 1) % 4 + 10}", f"h:{rank + 20}"
+        full = Flow(ends[0], f"h:{rank + 10}", rate), Flow(ends[2], "store:1", 5.0)
+        standings.append(standing(rank, peer=-1, traffic=Traffic(ends, full)))
+    text = "everyone has entered all_reduce #412 on group 'dp', but the link 1->2 moves 3 MB/s, and 2->3 4.1 MB/s"
+    assert find_culprit("dp", standings) == ("slow", (1, 2, 3), text)
