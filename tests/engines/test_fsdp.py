@@ -125,6 +125,17 @@ def test_features() -> None:
     run_ranks(2, features_job, timeout_s=100)
 
 
+def over_gloo_job(rank: int) -> None:
+    """There calls run beside the computation, on a stream."""
+    for strategy in ("full_shard", "shard_grad_op"):
+        assert error_of(train("mlp", "sgd", strategy=strategy), expected_of("mlp", "sgd")) < BOUND[torch.float32]
+    train("mlp", "sgd", compression="int8+ef", gather_compression="bf16")
+
+
+def test_features_over_gloo() -> None:
+    run_ranks(2, over_gloo_job, transport="torch", timeout_s=60)
+
+
 def choices_change_nothing(rank: int) -> None:
     expected, bound = expected_of("gpt", "adamw"), BOUND[torch.float32]
     choices: dict[str, dict[str, Any]] = {

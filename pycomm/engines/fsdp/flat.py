@@ -88,6 +88,8 @@ class FlatParameter:
         self._resident: torch.Tensor | None = None  # the shard on the device, if its home is elsewhere
         if layout.offload == "optimizer" and layout.strategy.shards_parameters:
             self._resident = self._zeros(self.full_dtype, self.device)
+        self._is_cast = self.reduce_dtype != self.dtype  # between reduction and shard
+        self._is_out_apart = layout.strategy.shards_gradients and (self._is_cast or self.is_offloaded)
         self.is_full = False  # whether the full buffer has the shards' values, but for later changes of these
         self._seen_version = -1  # of the shard, when it was gathered
         self._grad: torch.Tensor | None = None
@@ -200,27 +202,26 @@ class FlatParameter:
             assert ranks.replicas is not None, "ranks are of one kind at least"
             views = ((slot.name, buffer[slot.start : slot.stop].view(slot.shape)) for slot in self.slots)
             return start_mean(ranks.replicas, buffer, [Named(*each) for each in views])
-        if self.layout.strategy.shards_gradients:
-            is_direct = self.reduce_dtype == self.dtype and not self.is_offloaded
-            self._out = self._own_gradient() if is_direct else self._zeros(self.reduce_dtype, self.device)
-        else:
+        if not self.layout.strategy.shards_gradients:
             self._out = buffer[self.own]
+        elif self._is_out_apart:
+            self._out = self._zeros(self.reduce_dtype, self.device)
+            self._count("gradients", self._out.nbytes)
+        else:
+            self._out = self._own_gradient()
         return start_scatter_mean(ranks.shards, buffer, self._out, self.name, ranks.replicas)
 
     def finish_reduce(self) -> None:
         """Called once the reduction is complete: brings its result to where it belongs, and frees the buffer."""
         assert self._out is not None, "a reduction was started"
-        is_direct = self.reduce_dtype == self.dtype and not self.is_offloaded
-        self._result = self._out if is_direct else self._own_gradient()
-        if not is_direct:
+        if self._is_cast or self.is_offloaded:
+            self._result = self._own_gradient()
             self._result.copy_(self._out)
+        else:
+            self._result = self._out
         if self._kept is not None:
             self._result.add_(self._kept)
-            self._count("gradients", -self._kept.nbytes, is_host=self.is_offloaded)
-        self._out = self._kept = None
-        if self.layout.strategy.shards_gradients and self._grad is not None:
-            self._count("gradients", -self._grad.nbytes)
-            self._grad = None
+        self._let_go()
         for slot in self.slots:
             slot.grad[0] = False
 
@@ -234,9 +235,20 @@ class FlatParameter:
 
     def drop(self) -> None:
         """Forgets what has arrived; the pieces keep the gradients that they have."""
-        self._out = self._result = self._kept = None
+        self._let_go()
         for slot in self.slots:
             slot.grad[0], slot.full.grad = False, None
+
+    def _let_go(self) -> None:
+        """Frees what a reduction needed, and the buffer of gradients where these are sharded."""
+        if self._out is not None and self._is_out_apart:
+            self._count("gradients", -self._out.nbytes)
+        if self._kept is not None:
+            self._count("gradients", -self._kept.nbytes, is_host=self.is_offloaded)
+        if self.layout.strategy.shards_gradients and self._grad is not None:
+            self._count("gradients", -self._grad.nbytes)
+            self._grad = None
+        self._out = self._kept = None
 
     def _buffer(self) -> torch.Tensor:
         """Returns the buffer of unreduced gradients. What is padding stays zero."""

@@ -13,6 +13,7 @@ One path serves all: ``flat.py`` holds a unit's parameters, shard and gradients,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -35,6 +36,8 @@ from .state import States
 from .wrap import Found, Policy, find_units, materialize
 
 __all__ = ["FullyShardedDataParallel", "fully_shard"]
+
+_engines = itertools.count()  # all ranks make them in the same order
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -135,6 +138,7 @@ class FullyShardedDataParallel(nn.Module):
     def _shard(self, found: list[Found], layout: Layout, initialize: Callable[[nn.Module], None] | None) -> list[Unit]:
         """Makes the units, the inner ones first, each from rank 0's values."""
         units = []
+        number = next(_engines)  # compressors keep their state in the group, by name
         real = (p.device for p in self.module.parameters() if not p.is_meta)
         device = next(real, torch.empty(0).device)
         for index, each in reversed(list(enumerate(found))):
@@ -148,7 +152,8 @@ class FullyShardedDataParallel(nn.Module):
                     parameter
                 )
             flats = [
-                FlatParameter(f"fsdp:{each.name}:{place}", named, layout) for place, named in enumerate(kinds.values())
+                FlatParameter(f"fsdp{number}:{each.name}:{place}", named, layout)
+                for place, named in enumerate(kinds.values())
             ]
             units.append(Unit(index, each.name, each.module, flats))
             units[-1].show(False)

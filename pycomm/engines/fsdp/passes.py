@@ -49,6 +49,11 @@ class Unit:
         self.reductions: list[Waitable] = []
 
     @property
+    def numel(self) -> int:
+        """The number of elements of its parameters, without padding."""
+        return sum(slot.stop - slot.start for flat in self.flats for slot in flat.slots)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all gradients of this pass are there."""
         return len(self.arrived) == self.expected

@@ -32,7 +32,7 @@ class States:
     def __init__(self, module: nn.Module, units: Sequence[Unit], ranks: Ranks) -> None:
         self._module = module
         shards = ranks.shards
-        self._rank = ranks.groups[0].rank  # of those among which the parts of one model are
+        self._ranks = [group.rank for group in ranks.groups]
         self._flats = [flat for unit in units for flat in unit.flats]
         self._shards = None if shards is None else shards._replace(compression=None, stream=None)
         self._slots: dict[int, tuple[FlatParameter, Slot]] = {
@@ -186,7 +186,7 @@ class States:
         return value.local.view_as(parameter)
 
     def _is_for(self, rank: int | None) -> bool:
-        return rank is None or self._rank == rank
+        return rank is None or all(each == rank for each in self._ranks)
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
