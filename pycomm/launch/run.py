@@ -8,9 +8,11 @@ exit code is that of the rank that failed first.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +76,10 @@ def run_job(arguments: Sequence[str]) -> int:
     settings.nproc_per_node = str(local_world_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local_world_size)))
     try:
-        run(settings)  # type: ignore[no-untyped-call]
+        with contextlib.ExitStack() as stack:
+            if settings.log_dir is None:  # torchrun leaves a directory in /tmp behind, with how the ranks failed
+                settings.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="pycomm-run-"))
+            run(settings)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"pycomm run: rank {rank} (pid {failure.pid}) {_ending(failure.exitcode)}", file=sys.stderr)

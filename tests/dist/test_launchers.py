@@ -67,14 +67,16 @@ def test_plain_python_is_a_world_of_one() -> None:
     check(reports(done), 1, ["shm", "torch", "shm"])
 
 
-def test_pycomm_run() -> None:
-    """Two ranks; init, finalize and init again, on other transports."""
+def test_pycomm_run(tmp_path: Path) -> None:
+    """Two ranks; init, finalize and init again, on other transports. No file is left behind."""
     done = start(
         [sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "reduce.py"), "auto", "torch", "torch", "shm"],
         PYCOMM_LOG="info",
+        TMPDIR=str(tmp_path),
     )
     found = reports(done)
     check(found, 2, ["shm", "torch", "torch", "shm"])
+    assert list(tmp_path.iterdir()) == []
     from pycomm.topology import available_cores
 
     assert [report["threads"] for report in found] == [str(max(1, available_cores() // 2))] * 2
