@@ -83,13 +83,15 @@ def main() -> int:
     single_bytes = single_byte_loss(training, held_out)
     console.print(pycomm.monitor.table("collectives of rank 0"))
     if options.plot is not None and world.rank == 0:
-        save_picture(losses, options.plot, f"{options.schedule}, {mesh.shape}")
+        shape = " x ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
+        save_picture(losses, options.plot, f"{options.schedule}, {shape}")
         console.print(f"loss curve: {options.plot}")
     assert pipeline.report is not None
     console.print(f"bubble of rank 0 in the last step: {pipeline.report.bubble:.0%}")
     console.print(
         f"held-out loss: {held_out_loss:.3f} nats a byte ({held_out_loss / math.log(2):.2f} bits); by the bytes' "
-        f"frequencies alone: {single_bytes:.3f}"
+        f"frequencies alone: {single_bytes:.3f}",
+        soft_wrap=True,
     )
     pycomm.finalize()
     return 0 if held_out_loss < single_bytes else 1

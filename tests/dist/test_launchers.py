@@ -185,6 +185,25 @@ def test_wrong_usage_of_pycomm_run(
 
 
 @pytest.mark.slow
+def test_the_examples_run_alike_under_every_launcher() -> None:
+    """The same seeds, the same ranks, the same figures to the last digit."""
+    job = str(JOBS / "examples.py")
+    commands = [
+        [sys.executable, "-m", "pycomm", "run", "-n", "2", job],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", job],
+    ]
+    if HAS_MPI:
+        commands.append([str(MPIRUN), "-n", "2", sys.executable, job])
+    found = []
+    for command in commands:
+        done = start(command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        found.append(re.findall(r"accuracy: [0-9.]+%|identical on all ranks: yes|held-out loss: [0-9.]+", done.stdout))
+    assert len(found[0]) == 3, found
+    assert all(each == found[0] for each in found), found
+
+
+@pytest.mark.slow
 def test_the_main_job_learns_the_digits() -> None:
     """The example that ``make run`` runs ends with its accuracy, equal ranks and a bandwidth table, and exit code 0."""
     example = Path(__file__).parents[2] / "examples" / "train_digits.py"
