@@ -38,6 +38,7 @@ def test_against_measures_the_usual_place_alone() -> None:
         ["all_reduce", "--dtype", "float33"],
         ["all_reduce", "--rounds", "0"],
         ["all_reduce", "--against", "gloo,nccl"],
+        ["all_reduce", "--against", "./no/such/checkout"],
         ["all_reduce", "--max-bytes", "many"],
         ["broadcast", "--place", "out"],
     ],
@@ -148,10 +149,11 @@ def _processes_with(argument: str) -> list[int]:
     return found
 
 
-def test_a_real_run_beside_gloo(tmp_path: Path) -> None:
+def test_a_real_run_beside_gloo_and_a_checkout(tmp_path: Path) -> None:
+    checkout = f"{Path(sys.modules['pycomm'].__file__ or '').parents[1]}/"
     lines_path = tmp_path / "lines.json"
     command = [sys.executable, "-m", "pycomm", "bench", "all_reduce", "-n", "2", "--max-bytes", "64KiB"]
-    command += ["--step-factor", "16", "--rounds", "2", "--round-ms", "2", "--against", "gloo,impi"]
+    command += ["--step-factor", "16", "--rounds", "2", "--round-ms", "2", "--against", f"gloo,impi,{checkout}"]
     command += ["--json", str(lines_path), "--peers-dir", str(tmp_path / "none")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -160,6 +162,6 @@ def test_a_real_run_beside_gloo(tmp_path: Path) -> None:
     assert lines[0]["kind"] == "facts" and lines[0]["cores"] >= 1
     results = [line for line in lines if line["kind"] == "result"]
     assert {(line["library"], line["bytes"]) for line in results} == {
-        (library, nbytes) for library in ("pycomm", "gloo") for nbytes in (4, 64, 1024, 16384)
+        (library, nbytes) for library in ("pycomm", "gloo", checkout) for nbytes in (4, 64, 1024, 16384)
     }
     assert all(line["wrong"] == 0 and line["time_us"] > 0 and len(line["rounds_us"]) == 2 for line in results)

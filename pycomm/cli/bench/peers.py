@@ -19,7 +19,17 @@ from pathlib import Path
 from ...errors import ConfigError
 from .worker import __file__ as _worker_file
 
-__all__ = ["DEFAULT_PEERS_DIR", "MAKE_PEERS", "PEERS", "Peer", "Variant", "make_peers", "missing_peers", "peer_names"]
+__all__ = [
+    "DEFAULT_PEERS_DIR",
+    "MAKE_PEERS",
+    "PEERS",
+    "Peer",
+    "Variant",
+    "is_checkout",
+    "make_peers",
+    "missing_peers",
+    "peer_names",
+]
 
 DEFAULT_PEERS_DIR = ".peers"
 MAKE_PEERS = "python -m pycomm bench --make-peers"
@@ -108,13 +118,24 @@ PEERS: dict[str, Peer] = {
 
 
 def peer_names(text: str) -> tuple[str, ...]:
-    """Parses ``"gloo,openmpi"``; raises ConfigError for a name that is not known."""
+    """Parses ``"gloo,openmpi,../before"``; raises ConfigError for a name that is not known."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     known = ("gloo", *PEERS)
     for name in names:
-        if name not in known:
-            raise ConfigError(f"--against {text}: no peer is called {name!r}; expected some of {','.join(known)}.")
+        if is_checkout(name):
+            if not (Path(name) / "pycomm" / "__init__.py").is_file():
+                raise ConfigError(f"--against {text}: {name} is no checkout of pycomm: it has no pycomm/__init__.py.")
+        elif name not in known:
+            raise ConfigError(
+                f"--against {text}: no peer is called {name!r}; expected some of {','.join(known)}, or the path of "
+                f"another checkout of pycomm, with a slash in it."
+            )
     return names
+
+
+def is_checkout(name: str) -> bool:
+    """Whether the peer is another version of pycomm, named by the path of its source tree."""
+    return "/" in name
 
 
 def missing_peers(names: Sequence[str], peers_dir: Path) -> tuple[str, ...]:

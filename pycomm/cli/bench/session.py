@@ -12,7 +12,7 @@ from pathlib import Path
 from ...errors import ConfigError
 from .job import Job, JobFailedError, SpawnedJob
 from .measure import measure
-from .peers import MAKE_PEERS, PEERS, Variant, missing_peers
+from .peers import MAKE_PEERS, PEERS, Variant, is_checkout, missing_peers
 from .table import Cell, best_of_variants
 from .worker.cases import VERBS, Case
 
@@ -131,9 +131,12 @@ def _started(job: SpawnedJob, commands: Sequence[tuple[Sequence[str], dict[str, 
     return job
 
 
-def _start_pycomm(settings: Settings, world_size: int) -> SpawnedJob:
-    job = SpawnedJob("pycomm", world_size)
+def _start_pycomm(settings: Settings, world_size: int, checkout: str = "") -> SpawnedJob:
+    """Starts this version, or that of a ``checkout``."""
+    job = SpawnedJob(checkout or "pycomm", world_size)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if checkout:  # instead of the working directory, which python -m puts first
+        environment |= {"PYTHONPATH": str(Path(checkout).absolute()), "PYTHONSAFEPATH": "1"}
     worker = ["pycomm.cli.bench.worker", "--connect", job.socket_path, "--library", "pycomm"]
     worker += ["--transport", settings.transport, *(["--pin"] if settings.is_pinned else [])]
     if settings.transport == "mpi":
@@ -155,6 +158,8 @@ def own_mpirun() -> str:
 
 
 def _start_peer(name: str, variant: Variant, settings: Settings, world_size: int) -> SpawnedJob:
+    if is_checkout(name):
+        return _start_pycomm(settings, world_size, name)
     job = SpawnedJob(f"{name}:{variant.name}" if variant.name else name, world_size)
     if name != "gloo":
         command, environment = PEERS[name].command(variant, world_size, settings.peers_dir)
