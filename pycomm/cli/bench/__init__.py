@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=5, help="figures are medians over rounds (default: %(default)s)")
     add("--round-ms", type=float, default=20, metavar="MS", help="time for each library's turn (default: %(default)s)")
     add("--no-pin", action="store_true", help="do not give each rank of pycomm a core of its own, if there are enough")
-    add("--against", default="", metavar="LIST", help="peers: gloo,openmpi,mpich,impi; another checkout of pycomm by its path")
+    add("--against", default="", metavar="LIST", help="peers: gloo,openmpi,mpich,impi; a path: another pycomm")
     add("--peers-dir", type=Path, default=Path(".peers"), help="the peers' environments (default: %(default)s)")
     add("--make-peers", action="store_true", help="build the peers' environments from PyPI and exit")
     add("--json", type=Path, metavar="FILE", help="write JSON lines: the machine's facts, then one result a line")
