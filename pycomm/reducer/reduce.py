@@ -91,20 +91,17 @@ def start_scatter_mean(
     With ``across`` the mean is one over the ranks that hold the same part, too. ``shard`` may be this rank's part of
     ``flat``; both are in use until ``wait()``. None if it is done on return. Compressors keep their state by ``name``.
     """
-    average = pycomm.ReduceOp.AVG
 
-    def run(group: pycomm.Group) -> pycomm.Work | None:
-        is_alone = across is None and wire.compression is None
-        options = {} if wire.compression is None else {"compression": wire.compression, "name": name}
-        work = pycomm.reduce_scatter_single(
-            shard, flat, average, group, async_op=is_alone and wire.stream is not None, **options
-        )
-        if across is not None:
-            options = {} if across.compression is None else {"compression": across.compression, "name": name}
-            pycomm.all_reduce(shard, average, across.group, **options)
-        return work
+    def scatter(group: pycomm.Group, **options: Any) -> pycomm.Work | None:
+        return pycomm.reduce_scatter_single(shard, flat, pycomm.ReduceOp.AVG, group, **options)
 
-    return _on_stream(wire, run, 0, (flat, shard))
+    def go_across() -> Waitable | None:
+        return None if across is None else start_mean(across, shard, [Named(name, shard)])
+
+    scattered = _start(wire, scatter, name, 0, (flat, shard))
+    if scattered is None:
+        return go_across()
+    return scattered if across is None else _Then(scattered, go_across)
 
 
 def start_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor, name: str) -> Waitable | None:
@@ -113,25 +110,32 @@ def start_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor, name: str)
     ``shard`` may be this rank's part of ``full``; both are in use until ``wait()``. None if it is done on return.
     """
 
-    def run(group: pycomm.Group) -> pycomm.Work | None:
-        if wire.compression is not None:
-            return pycomm.all_gather_single(full, shard, group, compression=wire.compression, name=name)
-        return pycomm.all_gather_single(full, shard, group, async_op=wire.stream is not None)
+    def gather(group: pycomm.Group, **options: Any) -> pycomm.Work | None:
+        return pycomm.all_gather_single(full, shard, group, **options)
 
-    return _on_stream(wire, run, _URGENT, (full, shard))
+    return _start(wire, gather, name, _URGENT, (full, shard))
 
 
-def _on_stream(
-    wire: Wire, run: Callable[[pycomm.Group], Any], priority: int, hold: tuple[torch.Tensor, ...]
+def _start(
+    wire: Wire, call: Callable[..., pycomm.Work | None], name: str, priority: int, hold: tuple[torch.Tensor, ...]
 ) -> Waitable | None:
-    """Compressors have their state in a group: theirs is the stream's own, not the lane whose turn it is."""
+    """Makes the call on the wire's stream, or on its group: compressors have their state in a group, not in lanes."""
+    if wire.compression is not None:
+        return call(wire.group, async_op=wire.is_async, compression=wire.compression, name=name)
     if wire.stream is None:
-        run(wire.group)
-        return None
-    stream = wire.stream
-    return stream.submit(
-        lambda lane: run(lane if wire.compression is None else stream.group),
-        priority=priority,
-        hold=hold,
-        nbytes=hold[0].nbytes,
-    )
+        return call(wire.group, async_op=wire.is_async)
+    return wire.stream.submit(call, priority=priority, hold=hold, nbytes=hold[0].nbytes)
+
+
+class _Then:
+    """Something under way, and what is started once it is complete: when it is waited for, so in the caller's order."""
+
+    def __init__(self, first: Waitable, start: Callable[[], Waitable | None]) -> None:
+        self._first, self._start = first, start
+
+    def wait(self) -> None:
+        """Waits for both."""
+        self._first.wait()
+        second = self._start()
+        if second is not None:
+            second.wait()

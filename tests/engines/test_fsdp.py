@@ -84,11 +84,12 @@ def error_of(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def equality_job(rank: int) -> dict[str, float]:
+    """All combinations on three ranks; on two and four every other one, which still pairs all strategies and models."""
     errors = {}
     cases = [*itertools.product(MODELS, OPTIMIZERS, [torch.float32]), *itertools.product(MODELS, ["adamw"], BOUND)]
-    for name, optimizer, dtype in dict.fromkeys(cases):
+    for number, (name, optimizer, dtype) in enumerate(dict.fromkeys(cases)):
         expected = expected_of(name, optimizer, dtype)
-        for strategy in STRATEGIES:
+        for strategy in STRATEGIES if pycomm.world_size() == 3 else STRATEGIES[number % 2 :: 2]:
             found = train(name, optimizer, dtype, strategy=strategy)
             errors[f"{strategy} {name} {optimizer} {dtype}"] = error_of(found, expected) / BOUND[dtype]
     return errors

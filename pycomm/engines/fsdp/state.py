@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, ConfigError
-from ...reducer.reduce import start_gather
+from ...reducer.reduce import Wire, start_gather
 from .flat import FlatParameter, Slot
 from .options import Ranks
 from .passes import Unit
@@ -34,7 +34,7 @@ class States:
         shards = ranks.shards
         self._ranks = [group.rank for group in ranks.groups]
         self._flats = [flat for unit in units for flat in unit.flats]
-        self._shards = None if shards is None else shards._replace(compression=None, stream=None)
+        self._shards = None if shards is None else Wire(shards.group, is_async=False)
         self._slots: dict[int, tuple[FlatParameter, Slot]] = {
             id(slot.piece): (flat, slot) for flat in self._flats for slot in flat.slots
         }
