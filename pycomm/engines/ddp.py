@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import pycomm
 
-from ..errors import ConfigError
+from ..errors import CollectiveMismatchError, ConfigError
 from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
 from ..reducer.reduce import Wire
 from ..reducer.reducer import BucketHook, Reducer
@@ -187,6 +187,8 @@ class DistributedDataParallel(nn.Module):
         if now == self._known:
             return
         known = dict(self._known)
+        with contextlib.suppress(CollectiveMismatchError):
+            pycomm.barrier(self.group)  # ranks that go on do not wait for this one: they get that error in their call
         changed = [name for name, p in self.module.named_parameters() if known.get(id(p)) != p.requires_grad]
         raise ConfigError(
             f"forward: the module's parameters are not those that DistributedDataParallel was made with: expected "

@@ -328,6 +328,19 @@ def mistakes_job(rank: int) -> None:
         pycomm.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(pycomm.ConfigError, match="bucket_bytes"):
         pycomm.DistributedDataParallel(nn.Linear(2, 2), bucket_bytes=0)
+    for buffers in (False, True):
+        model = nn.Sequential(nn.Linear(2, 2), *([nn.BatchNorm1d(2)] if buffers else []))
+        ddp = pycomm.DistributedDataParallel(model)
+        ddp(torch.ones(2, 2)).sum().backward()
+        if rank == 1:
+            model[0].bias = nn.Parameter(torch.zeros(2))
+        error = pycomm.ConfigError if rank == 1 else pycomm.CollectiveMismatchError
+        with pytest.raises(error, match="requires_grad: 0.bias" if rank == 1 else r"rank 1: barrier"):
+            ddp(torch.ones(2, 2)).sum().backward()
+        if rank != 1:  # the same change everywhere is that error everywhere
+            model[0].bias = nn.Parameter(torch.zeros(2))
+        with pytest.raises(pycomm.ConfigError, match=r"requires_grad: 0.bias"):
+            ddp(torch.ones(2, 2))
     with pytest.raises(pycomm.ConfigError, match="does not make the 3 ranks"):
         pycomm.Mesh(dp=2, tp=2)
     mesh = pycomm.Mesh(tp=1, pp=3)

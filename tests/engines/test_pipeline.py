@@ -76,9 +76,12 @@ def test_equals_one_process(world_size: int) -> None:
 
 
 def mesh_job(rank: int) -> float:
-    """Pipeline x data parallel, tied weights over both ends of the pipeline."""
+    """Pipeline x data parallel, tied weights over both ends of the pipeline; a bad batch is told beside it too."""
     mesh = pycomm.Mesh(pp=2, dp=2)
     pipeline = train("gpt", "sgd", mesh=mesh, microbatches=3)
+    tokens = torch.zeros(3 + mesh["dp"], 8, dtype=torch.int64)
+    with pytest.raises(pycomm.ConfigError, match="3 microbatches divide" if mesh["dp"] else "a rank of data_group"):
+        pipeline.step(tokens, tokens)
     return error_of(pipeline, train_alone("gpt", "sgd", models=LAYERED)) / BOUND[torch.float32]
 
 
@@ -105,8 +108,6 @@ def other_job(rank: int) -> None:
     assert all(seconds > 0 for seconds in actions.values()) and simulate(pipeline.schedule, actions).total_s > 0
     pycomm.Pipeline(layers, functional.mse_loss, 4, schedule="zero_bubble", times=times).step(inputs, targets)
     assert list(pipeline.state_dict()) == [name for name, _ in pipeline.named_parameters()]
-    with pytest.raises(pycomm.ConfigError, match="microbatches divide"):
-        pipeline.step(torch.ones(3, 4), torch.zeros(3, 4))
     with pytest.raises(pycomm.ConfigError, match="cannot be cut into 2 stages"):
         pycomm.Pipeline(layers[:1], functional.mse_loss, 2)
     with pytest.raises(pycomm.ConfigError, match="needs at least 2 microbatches"):
@@ -119,3 +120,39 @@ def other_job(rank: int) -> None:
 
 def test_splitting_times_and_mistakes() -> None:
     run_ranks(2, other_job)
+
+
+def mistakes_job(rank: int) -> None:
+    """The rank in the middle has neither inputs nor targets, and is told all the same."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    pipeline = pycomm.Pipeline(layers, functional.mse_loss, 2)
+    good = torch.ones(4, 4), torch.zeros(4, 4)
+    for inputs, targets, words in (
+        (torch.ones(3, 4), good[1], r"^Pipeline.step: rank 0: inputs: .*2 microbatches divide, got shape \(3, 4\)$"),
+        (good[0], None, r"^Pipeline.step: rank 2: targets: holds stage 2 .*got None$"),
+        (torch.ones(2, 4), good[1], "rank 1: 2 rows of inputs and 4 of targets"),
+    ):
+        with pytest.raises(pycomm.ConfigError, match=words):
+            pipeline.step(inputs, targets)
+        with pytest.raises(pycomm.ConfigError, match=words):
+            pipeline.evaluate(inputs, targets)
+    assert pipeline.stages[rank].module.training
+    pipeline.step(*good)
+    if rank == 1:
+        pipeline.stages[1].module[0].weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(pycomm.ConfigError, match="rank 1: the parameters are not those .*: stage 1: 0.weight;"):
+        pipeline.step(*good)
+    if rank == 1:
+        pipeline.stages[1].module[0].bias.requires_grad_(False)
+    with pytest.raises(pycomm.ConfigError, match="rank 1: .*stage 1: 0.bias, stage 1: 0.weight;"):
+        pipeline.step(*good)
+    for bad, words in (
+        ({"device": "meta" if rank == 2 else "cpu"}, r"Pipeline: parameters on ranks \[2\] are on the meta device"),
+        ({"bias": rank != 1}, r"parameter number 1 differs: ranks \[0, 2\] have '0.bias"),
+    ):
+        with pytest.raises(pycomm.PycommError, match=words):
+            pycomm.Pipeline([nn.Linear(4, 4, **bad) for _ in range(3)], functional.mse_loss, 2)
+
+
+def test_mistakes_are_errors_on_every_rank() -> None:
+    run_ranks(3, mistakes_job)

@@ -22,6 +22,7 @@ from pycomm.engines.tensor import (
     cut_same,
     parallelize,
 )
+from pycomm.engines.tensor.functions import scatter_sum
 
 WIDTH, HEADS, HIDDEN, VOCABULARY, LENGTH = 24, 12, 48, 36, 12  # 2, 3 and 4 ranks divide them all
 
@@ -143,6 +144,23 @@ def other_job(rank: int) -> None:
         RowParallelLinear(7, 4)
     with pytest.raises(pycomm.ConfigError, match="multiple of the 2 ranks"):
         TensorParallelAttention(9, 3)
+    group = pycomm.get_group()
+    for cut in (cut_same, scatter_sum):
+        with pytest.raises(pycomm.ConfigError, match=r"2 ranks cannot cut dim 1 of a tensor of shape \(2, 5, 3\)"):
+            cut(torch.ones(2, 5, 3), group, 1)
+    for make in (
+        lambda: ColumnParallelLinear(4 + 2 * rank, 4),
+        lambda: RowParallelLinear(4, 4, bias=rank == 0),
+        lambda: RowParallelLinear.of(nn.Linear(4 + 4 * rank, 4)),
+        lambda: VocabParallelEmbedding(4 + 3 * rank, 4),
+        lambda: SequenceParallelLayerNorm(4 + rank),
+        lambda: TensorParallelMLP(4, 8 + 4 * rank),
+        lambda: parallelize(nn.ModuleDict({"up": nn.Linear(4, 2 + 2 * rank)}), {"up": "column"}),
+    ):
+        with pytest.raises(pycomm.CollectiveMismatchError, match=r"different models; .*ranks \[1\] have"):
+            make()
+    with pytest.raises(pycomm.ConfigError, match=r"ColumnParallelLinear: parameters on ranks \[0\] are on the meta"):
+        ColumnParallelLinear.of(nn.Linear(4, 4, device="cpu" if rank else "meta"))
     with pytest.raises(pycomm.ConfigError, match="padding_idx"):
         VocabParallelEmbedding.of(nn.Embedding(4, 4, padding_idx=0))
 

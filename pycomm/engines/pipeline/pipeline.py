@@ -25,6 +25,7 @@ from ...reducer.reducer import Reducer
 from .._agreement import check_same_model
 from .._buffers import broadcast_tensors
 from .actions import Action, Kind, Schedule
+from .begin import StepCheck
 from .links import Links
 from .lower import lower
 from .run import Run
@@ -113,8 +114,10 @@ class Pipeline:
         self._start_from_rank_0(whole)
         self.report: StepReport | None = None
         self._reducer: Reducer | None = None
-        if data_group is not None:
-            self._average_over(pycomm.get_group(data_group), compression)
+        beside = None if data_group is None else pycomm.get_group(data_group)
+        if beside is not None:
+            self._average_over(beside, compression)
+        self._check = StepCheck(schedule, self.stages, self.group, beside)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -122,8 +125,10 @@ class Pipeline:
         """Runs forward and backward of a batch; returns the mean loss, on every rank.
 
         ``inputs`` are used where the first stage is, ``targets`` where the last one is; others may pass None. The first
-        dimension is divided into equal microbatches. Raises ConfigError if that cannot be.
+        dimension is divided into equal microbatches. Raises ConfigError, on every rank of the pipeline and of those
+        beside it, if that cannot be or if parameters are others than at the beginning.
         """
+        self._check.agree(inputs, targets)
         run = self._run(inputs, targets, self.lowered.rows[self.group.rank])
         self.report = StepReport(run.wall_s, sum(run.action_s.values()), run.peak, run.action_s)
         self._add_tied_gradients()
@@ -134,6 +139,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Runs the forward passes of ``step`` alone, with the stages in eval mode; returns the mean loss."""
+        self._check.agree(inputs, targets)
         was = [stage.module.training for stage in self.stages.values()]
         for stage in self.stages.values():
             stage.module.eval()
@@ -145,7 +151,7 @@ class Pipeline:
 
     def _run(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, row: Sequence[Action]) -> Run:
         last = self.schedule.stages - 1
-        given = self._microbatches(inputs, "inputs", 0), self._microbatches(targets, "targets", last)
+        given = self._microbatches(inputs, 0), self._microbatches(targets, last)
         run = Run(self.schedule, self.stages, self._links, *given)
         start_s = time.perf_counter()
         for action in row:
@@ -200,17 +206,11 @@ class Pipeline:
 
     # -- the parts --------------------------------------------------------------------------------------------------
 
-    def _microbatches(self, batch: torch.Tensor | None, what: str, stage: int) -> Sequence[torch.Tensor]:
+    def _microbatches(self, batch: torch.Tensor | None, stage: int) -> Sequence[torch.Tensor]:
         if stage not in self.stages:
             return ()
-        number = self.schedule.microbatches
-        if batch is None or batch.dim() == 0 or len(batch) % number or len(batch) == 0:
-            got = "None" if batch is None else f"shape {tuple(batch.shape)}"
-            raise ConfigError(
-                f"Pipeline.step: {what}: rank {self.group.rank} holds stage {stage} and expected a batch that {number} "
-                f"microbatches divide, got {got}"
-            )
-        return batch.chunk(number)
+        assert batch is not None, "the step's check has seen it"
+        return batch.chunk(self.schedule.microbatches)
 
     def _cuts(
         self, split: Any, whole: nn.Sequential, stages: int, sample: torch.Tensor | None

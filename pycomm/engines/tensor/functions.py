@@ -20,6 +20,7 @@ import torch
 
 import pycomm
 
+from ...errors import ConfigError
 from ...reducer.reduce import Wire, start_sum
 
 __all__ = [
@@ -35,7 +36,8 @@ __all__ = [
 
 
 def own_part(x: torch.Tensor, group: pycomm.Group, dim: int) -> torch.Tensor:
-    """Returns this rank's part of ``x`` along ``dim``, a view."""
+    """Returns this rank's part of ``x`` along ``dim``, a view. Raises ConfigError if the ranks do not divide it."""
+    _check_divides(x, group, dim)
     return x.chunk(group.world_size, dim)[group.rank]
 
 
@@ -52,7 +54,16 @@ def _gathered(x: torch.Tensor, group: pycomm.Group, dim: int) -> torch.Tensor:
     return torch.cat(parts.unbind(), dim)
 
 
+def _check_divides(x: torch.Tensor, group: pycomm.Group, dim: int) -> None:
+    if x.shape[dim] % group.world_size:
+        raise ConfigError(
+            f"tensor parallelism: {group.world_size} ranks cannot cut dim {dim} of a tensor of shape {tuple(x.shape)}; "
+            f"expected a multiple of {group.world_size}: pad it, such as the sequence, or use another number of ranks"
+        )
+
+
 def _scattered(x: torch.Tensor, group: pycomm.Group, dim: int) -> torch.Tensor:
+    _check_divides(x, group, dim)
     parts = torch.stack(x.chunk(group.world_size, dim))
     result = torch.empty_like(parts[0])
     pycomm.reduce_scatter_single(result.view(-1), parts.view(-1), group=group)

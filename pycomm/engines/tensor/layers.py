@@ -16,6 +16,7 @@ from torch.nn import functional
 import pycomm
 
 from ...errors import ConfigError
+from .._agreement import check_same_model
 from .functions import copy_to_ranks, gather_dim, gather_same, own_part, scatter_sum, sum_gradient, sum_over_ranks
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "SequenceParallelLayerNorm", "VocabParallelEmbedding"]
@@ -58,6 +59,7 @@ class ColumnParallelLinear(nn.Module):
         return layer
 
     def _take(self, linear: nn.Linear, blocks: int) -> None:
+        _check_same(self.group, linear, type(self).__name__)
         _check_divides(self.group, linear.out_features, f"{blocks} x heads or outputs", blocks)
 
         def part(whole: torch.Tensor) -> nn.Parameter:
@@ -105,6 +107,7 @@ class RowParallelLinear(nn.Module):
         return layer
 
     def _take(self, linear: nn.Linear) -> None:
+        _check_same(self.group, linear, type(self).__name__)
         _check_divides(self.group, linear.in_features, "inputs")
         weight = own_part(linear.weight.detach(), self.group, 1)
         self.weight = nn.Parameter(weight.clone(), requires_grad=linear.weight.requires_grad)
@@ -138,6 +141,7 @@ class VocabParallelEmbedding(nn.Module):
         return layer
 
     def _take(self, embedding: nn.Embedding) -> None:
+        _check_same(self.group, embedding, type(self).__name__)
         if embedding.padding_idx is not None or embedding.max_norm is not None:
             raise ConfigError("VocabParallelEmbedding: padding_idx and max_norm cannot be cut; expected None for both")
         _check_divides(self.group, embedding.num_embeddings, "entries of the vocabulary")
@@ -157,11 +161,17 @@ class SequenceParallelLayerNorm(nn.LayerNorm):
     def __init__(self, normalized_shape: Any, group: Any = None, **options: Any) -> None:
         super().__init__(normalized_shape, **options)
         self.group = pycomm.get_group(group)
+        _check_same(self.group, self, type(self).__name__)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x (batch, length / world_size, width)`` to the same shape."""
         weight, bias = (None if each is None else sum_gradient(each, self.group) for each in (self.weight, self.bias))
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+def _check_same(group: pycomm.Group, whole: nn.Module, what: str) -> None:
+    """Raises on every rank unless all cut the same layer: parts of different ones may fit together and mean nothing."""
+    check_same_model(list(whole.named_parameters()), group, what)
 
 
 def _check_divides(group: pycomm.Group, length: int, what: str, blocks: int = 1) -> None:
