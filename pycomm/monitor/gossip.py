@@ -18,6 +18,7 @@ __all__ = ["Gossip"]
 _ANSWER_S = 0.6  # two polls of the other rank's watch, and the way
 _PATIENT_S = 2.0  # where the way may be long: behind what fills a slow link, and there and back several times
 _POLL_S = 0.02
+_FRESH_S = 1.0
 
 
 class Gossip:
@@ -33,6 +34,8 @@ class Gossip:
         self._answered = 0
         self._own: set[int] = set()  # questions of this rank
         self._answering = threading.Lock()
+        self._traffic = Traffic()
+        self._measured_s = -_FRESH_S
 
     def answer(self, standings: Callable[[int], dict[int, Standing]]) -> None:
         """Answers what was asked since the last time: for this rank, and for those of this host that are dead.
@@ -53,13 +56,20 @@ class Gossip:
         # A number is taken a moment before its question is there: that one comes the next time.
         while self._answered < asked and self._store.check([f"question{self._answered + 1}"]):
             self._answered += 1
-            if self._answered not in self._own:
-                asked_of = standings(int(self._store.get(f"question{self._answered}")))
-                for rank, standing in asked_of.items():
-                    if rank == self._rank:
-                        traffic = measure_traffic() if standing.is_in else Traffic()
-                        standing = standing._replace(line=main_line(stacks()), traffic=traffic)
-                    self._store.set(f"answer{self._answered}/{rank}", json.dumps(standing))
+            if self._answered in self._own:
+                continue
+            members, is_patient = json.loads(self._store.get(f"question{self._answered}"))
+            for rank, standing in standings(members).items():
+                if rank == self._rank:
+                    traffic = self.traffic() if standing.is_in and is_patient else Traffic()
+                    standing = standing._replace(line=main_line(stacks()), traffic=traffic)
+                self._store.set(f"answer{self._answered}/{rank}", json.dumps(standing))
+
+    def traffic(self) -> Traffic:
+        """Returns what this process's connections move; of a moment ago, if that was asked then."""
+        if time.monotonic() > self._measured_s + _FRESH_S:
+            self._traffic, self._measured_s = measure_traffic(), time.monotonic()
+        return self._traffic
 
     def ask(
         self, members: int, standings: Callable[[int], dict[int, Standing]], is_patient: bool
@@ -71,7 +81,7 @@ class Gossip:
         try:
             number = int(self._store.add("asked", 1))
             self._own.add(number)
-            self._store.set(f"question{number}", str(members))
+            self._store.set(f"question{number}", json.dumps([members, is_patient]))
             missing = list(self._remote)
             deadline = time.monotonic() + (_PATIENT_S if is_patient else _ANSWER_S)
             while missing and time.monotonic() < deadline:
@@ -100,5 +110,5 @@ class Gossip:
 
 def _read(answer: bytes) -> Standing:
     fields = json.loads(answer)
-    ends, full = fields.pop()
-    return Standing(*fields)._replace(traffic=Traffic(tuple(ends), tuple(Flow(*each) for each in full)))
+    ends, flows = fields.pop()
+    return Standing(*fields)._replace(traffic=Traffic(tuple(ends), tuple(Flow(*each) for each in flows)))

@@ -2,8 +2,8 @@
 
 [Note: a full link]
 In a ring all links carry equally much, those that could carry more too. The slow one is told at its sender: bytes are
-on their way there, or wait to be, at every look; at the others all has arrived most of the time. A connection is named
-by its two addresses, which both of its ends know; so what the ends say together tells which ranks it joins.
+on their way there, or wait to be, whenever one looks; at the others all has arrived most of the time. A connection is
+named by its two addresses, which both of its ends know; so what the ends say together tells which ranks it joins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 __all__ = ["Flow", "Link", "Traffic", "full_links", "measure_traffic"]
 
-_LOOKS = 5
+_LOOKS = 20
+_FULL_LOOKS = 16  # of them: between two parts of a collective even a slow link is empty for a moment
 _PAUSE_S = 0.03
 _MOST_FLOWS = 64  # an answer has to fit a message of the store
 
@@ -29,22 +30,22 @@ _ACKED_AT = 120  # tcpi_bytes_acked, of struct tcp_info in linux/tcp.h
 
 
 class Flow(NamedTuple):
-    """A connection that was full, seen from its sender; addresses are "host:port"."""
+    """What one end of a connection sent; ``remote`` is the other end, "host:port"."""
 
-    local: str
     remote: str
     bytes_per_s: float
+    is_full: bool
 
 
 class Traffic(NamedTuple):
-    """This process's ends of its connections, and which of these were full."""
+    """This process's ends of its connections, and what left them, if anything did."""
 
     ends: tuple[str, ...] = ()
-    full: tuple[Flow, ...] = ()
+    flows: tuple[Flow, ...] = ()
 
 
 class Link(NamedTuple):
-    """A link between two ranks, in one direction, whose sender always has bytes that have not arrived."""
+    """A link between two ranks, in one direction, whose sender nearly always has bytes that have not arrived."""
 
     sender: int
     receiver: int
@@ -52,7 +53,7 @@ class Link(NamedTuple):
 
 
 def measure_traffic() -> Traffic:
-    """Watches this process's TCP connections for about a tenth of a second."""
+    """Watches this process's TCP connections for about 0.6 s: what is acknowledged comes in bursts."""
     with contextlib.ExitStack() as stack:
         connections = [(stack.enter_context(each), local, remote) for each, local, remote in _connections()]
         start_s = time.monotonic()
@@ -61,24 +62,27 @@ def measure_traffic() -> Traffic:
             time.sleep(_PAUSE_S)
             looks.append([_look(each) for each, _, _ in connections])
         elapsed_s = time.monotonic() - start_s
-    full = []
-    for index, (_, local, remote) in enumerate(connections):
+    flows = []
+    for index, (_, _, remote) in enumerate(connections):
         seen = [row[index] for row in looks]
-        if all(unacknowledged for _, unacknowledged in seen):
-            full.append(Flow(local, remote, (seen[-1][0] - seen[0][0]) / elapsed_s))
-    return Traffic(tuple(local for _, local, _ in connections), tuple(full[:_MOST_FLOWS]))
+        is_full = sum(unacknowledged > 0 for _, unacknowledged in seen) >= _FULL_LOOKS
+        flows.append(Flow(remote, (seen[-1][0] - seen[0][0]) / elapsed_s, is_full))
+    busy = sorted((each for each in flows if each.is_full or each.bytes_per_s), key=lambda each: -each.bytes_per_s)
+    return Traffic(tuple(local for _, local, _ in connections), tuple(busy[:_MOST_FLOWS]))
 
 
 def full_links(traffic: Mapping[int, Traffic]) -> list[Link]:
     """Returns the full links between ranks, the slowest first, by the traffic of each rank that told it."""
     owner = {end: rank for rank, each in traffic.items() for end in each.ends}
     rates: dict[tuple[int, int], float] = {}  # of all connections between two ranks
+    full: set[tuple[int, int]] = set()
     for rank, each in traffic.items():
-        for flow in each.full:
+        for flow in each.flows:
             pair = rank, owner.get(flow.remote, rank)
-            if pair[0] != pair[1]:
-                rates[pair] = rates.get(pair, 0.0) + flow.bytes_per_s
-    return sorted((Link(*ranks, rate) for ranks, rate in rates.items()), key=lambda link: link.bytes_per_s)
+            rates[pair] = rates.get(pair, 0.0) + flow.bytes_per_s
+            if flow.is_full and pair[0] != pair[1]:
+                full.add(pair)
+    return sorted((Link(*pair, rates[pair]) for pair in full), key=lambda link: link.bytes_per_s)
 
 
 def _connections() -> Iterator[tuple[socket.socket, str, str]]:

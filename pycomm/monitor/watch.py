@@ -22,7 +22,6 @@ from ..transport import _wording as wording
 from .boards import Board, GroupOnBoard
 from .gossip import Gossip
 from .standing import stacks, standing_of, standings_on
-from .traffic import Traffic, measure_traffic
 from .verdict import Standing, Verdict, find_culprit
 
 if TYPE_CHECKING:
@@ -169,7 +168,8 @@ class _Watch:
                 if 0 <= remote.rank < len(standings):
                     standings[remote.rank] = remote
             own = standings[group.rank]
-            standings[group.rank] = own._replace(traffic=measure_traffic() if own.is_in else Traffic())
+            if own.is_in and is_patient:
+                standings[group.rank] = own._replace(traffic=self.gossip.traffic())
             verdict = (self._told(group) if is_final else None) or find_culprit(group.name, standings)
         text = json.dumps({"members": group.members, "seq": group.seq, "is_final": is_final} | verdict._asdict())
         self.native.set_verdict(text)

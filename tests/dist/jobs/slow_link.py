@@ -35,21 +35,18 @@ def reduce_often(times: int, numel: int, late_s: float = 0.0) -> pycomm.monitor.
 
 
 def main() -> None:
-    """Prints the reports, what was said of the hang, and the error of a call that ran out of time."""
+    """Prints the reports and what was said of a call that took long."""
     pycomm.init(timeout=30)
     hangs: list[pycomm.monitor.Hang] = []
     pycomm.monitor.on_hang(hangs.append)
     late = reduce_often(CALLS, 1000, late_s=0.01)
-    slowed = reduce_often(CALLS + 8, 32_768)
-    tensor = torch.ones(1 << 20)
-    pycomm.all_reduce(tensor)  # 4 MiB at 20 Mbit/s: 1.7 s
-    error = ""
-    try:
-        pycomm.all_reduce(tensor, timeout=1.0)
-    except pycomm.TransportError as raised:
-        error = str(raised)
+    slowed = reduce_often(CALLS + 8, 1 << 17)
+    tensor = torch.ones(1 << 21)
+    pycomm.all_reduce(tensor)  # 8 MiB at 20 Mbit/s: 3.4 s
+    pycomm.barrier()
     said = [] if late is None or slowed is None else [late.slow_ranks, slowed.slow_ranks, slowed.slow_transfers]
-    print(json.dumps({"reports": said, "hangs": [hang.verdict.text for hang in hangs], "error": error}))
+    print(json.dumps({"reports": said, "hangs": [hang.verdict.text for hang in hangs]}))
+    pycomm.finalize()
 
 
 if __name__ == "__main__":
