@@ -17,6 +17,7 @@ from engines.cases import OPTIMIZERS, batches, relative_error
 from harness import run_ranks
 from pycomm.engines import mesh as mesh_module
 from pycomm.engines.planning.batch import largest_micro_batch
+from pycomm.engines.planning.memory import state_bytes
 from pycomm.engines.tensor import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
@@ -140,6 +141,28 @@ def data_and_tensor(optimizer_name: str) -> float:
     return error_of(dict(model.named_parameters()), train_alone(optimizer_name), tp)
 
 
+def sharded_and_tensor(optimizer_name: str) -> float:
+    """Also: the planner's bytes of each class are those of the engine's books."""
+    mesh = pycomm.Mesh(fsdp=4, tp=2)
+    tp = mesh.group("tp")
+    model, loss = gpt(tp), ParallelCrossEntropy(tp)
+    numel = sum(p.numel() for p in model.parameters())
+    fsdp = pycomm.FullyShardedDataParallel(model, mesh.group("fsdp"), wrap=Block)
+    optimizer = OPTIMIZERS[optimizer_name](fsdp.parameters())
+    for inputs, targets in batches("gpt"):
+        optimizer.zero_grad()
+        loss(fsdp(inputs.chunk(4)[mesh["fsdp"]]), targets.chunk(4)[mesh["fsdp"]]).backward()
+        optimizer.step()
+    held, planned = fsdp.memory_stats(), state_bytes(numel, "FULL_SHARD", 4, "fp32", optimizer_name)
+    names = ("parameters", "gradients", "optimizer")
+    told = torch.tensor([float(getattr(held, name).device) for name in names])
+    pycomm.all_reduce(told, pycomm.ReduceOp.AVG, mesh.group("fsdp"))  # the last shard of a tiny model is shorter
+    assert told.tolist() == pytest.approx([getattr(planned, name) for name in names], rel=0.1)
+    with fsdp.full_parameters():
+        found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return error_of(found, train_alone(optimizer_name), tp)
+
+
 def layout_on_hosts(rank: int) -> None:
     """Ranks are dealt round two hosts of four: tp and dp stay on a host, the pipeline crosses."""
     real, mesh_module.host_id = mesh_module.host_id, lambda: f"host {rank % 2}"
@@ -181,6 +204,7 @@ def job(rank: int) -> dict[str, float]:
     return {
         "pp x dp x tp": three_axes("one_f_one_b", "adamw"),
         "dp x tp": data_and_tensor("sgd"),
+        "fsdp x tp": sharded_and_tensor("adamw"),
     }
 
 
