@@ -48,7 +48,6 @@ class Slot(NamedTuple):
     kept: slice
     full: nn.Parameter
     piece: nn.Parameter
-    grad: list[bool]  # one element: whether its gradient has arrived since the last reduction
     places: list[Place]
 
 
@@ -96,6 +95,7 @@ class FlatParameter:
         self._shard_grad: torch.Tensor | None = None
         self._out: torch.Tensor | None = None  # of a reduction, if it cannot be the shard's gradient itself
         self._result: torch.Tensor | None = None
+        self._arrived: set[str] = set()  # parameters that have a gradient since the last reduction
         self._kept: torch.Tensor | None = None  # what the gradients were before this reduction
         self.slots = list(self._lay_out(named))
         self._count_parameters()
@@ -117,7 +117,7 @@ class FlatParameter:
             for each in (piece, full):
                 each.__dict__.update(parameter.__dict__)
             piece.__dict__[SHARDED] = True
-            yield Slot(name, parameter.shape, start, stop, own, kept, full, piece, [False], places)
+            yield Slot(name, parameter.shape, start, stop, own, kept, full, piece, places)
             start = stop
 
     def show(self, is_full: bool) -> None:
@@ -125,6 +125,13 @@ class FlatParameter:
         for slot in self.slots:
             for place in slot.places:
                 place.module._parameters[place.name] = slot.full if is_full else slot.piece
+
+    def strays(self) -> Iterator[str]:
+        """Yields the parameters whose pieces no longer lie in the shard, where gathering would not find them."""
+        address = self._shard.untyped_storage().data_ptr()  # also of empty pieces: all ranks find out
+        for slot in self.slots:
+            if slot.piece.untyped_storage().data_ptr() != address:
+                yield slot.name
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -174,28 +181,33 @@ class FlatParameter:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
+    def has(self, slot: Slot) -> bool:
+        """Whether a gradient of the parameter has arrived since the last reduction."""
+        return slot.name in self._arrived
+
     def take(self, slot: Slot) -> None:
         """Adds the gradient that autograd left at ``slot`` to the buffer."""
         gradient = slot.full.grad
         assert gradient is not None, "called after it was accumulated"
         self._count("gradients", gradient.nbytes)
-        if not any(each.grad[0] for each in self.slots):
+        if not self._arrived:
             self._keep_pieces()
         view = self._buffer()[slot.start : slot.stop].view(slot.shape)
-        if slot.grad[0]:
+        if self.has(slot):
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        slot.grad[0], slot.full.grad = True, None
+        self._arrived.add(slot.name)
+        slot.full.grad = None
         self._count("gradients", -gradient.nbytes)
 
     def start_reduce(self) -> Waitable | None:
         """Starts to reduce what has arrived, zeros for what has not; None if that is done on return."""
-        if not any(slot.grad[0] for slot in self.slots):
+        if not self._arrived:
             self._keep_pieces()
         buffer, ranks = self._buffer(), self.layout.ranks
         for slot in self.slots:
-            if not slot.grad[0]:
+            if not self.has(slot):
                 buffer[slot.start : slot.stop].zero_()
         if ranks.shards is None:
             self._out = buffer
@@ -222,8 +234,6 @@ class FlatParameter:
         if self._kept is not None:
             self._result.add_(self._kept)
         self._let_go()
-        for slot in self.slots:
-            slot.grad[0] = False
 
     def hand_out(self, is_used: Sequence[bool] | None = None) -> None:
         """Gives the pieces their gradients; not those outside ``is_used`` that had none."""
@@ -237,7 +247,7 @@ class FlatParameter:
         """Forgets what has arrived; the pieces keep the gradients that they have."""
         self._let_go()
         for slot in self.slots:
-            slot.grad[0], slot.full.grad = False, None
+            slot.full.grad = None
 
     def _let_go(self) -> None:
         """Frees what a reduction needed, and the buffer of gradients where these are sharded."""
@@ -249,6 +259,7 @@ class FlatParameter:
             self._count("gradients", -self._grad.nbytes)
             self._grad = None
         self._out = self._kept = None
+        self._arrived.clear()
 
     def _buffer(self) -> torch.Tensor:
         """Returns the buffer of unreduced gradients. What is padding stays zero."""

@@ -288,6 +288,12 @@ class FullyShardedDataParallel(nn.Module):
 
     def _check_unchanged(self) -> None:
         now = [(id(p), p.requires_grad) for p in self.module.parameters()]
+        strays = [name for unit in self.units for flat in unit.flats for name in flat.strays()]
+        if strays:
+            raise ConfigError(
+                f"forward: parameters were given other memory, by module.to() or .data: {', '.join(strays[:8])}; "
+                f"expected them in their shards. Move and cast a module before it is sharded; change values by copy_"
+            )
         if now == self._known:
             return
         known = dict(self._known)

@@ -104,6 +104,7 @@ class Passes:
         self._gathers: Wire | None = None if shards is None else shards._replace(compression=layout.gather_compression)
         self._reshards = reshards_after_forward
         self._prefetch = prefetch if shards is not None and shards.stream is not None else 0
+        self._most_under_way = 1 + self._prefetch if layout.strategy.shards_gradients else len(units)
         self._finds_unused = finds_unused
         self._around = around
         self._context: AbstractContextManager[Any] = nullcontext()
@@ -143,11 +144,12 @@ class Passes:
             self._look_ahead(self._order, index)
         unit.wait_gathered()
         unit.show(True)
-        dtype = self._layout.precision.param_dtype
-        if dtype is None:
+        if self._layout.precision.param_dtype is None:
             return None
-        cast = lambda each: each.to(dtype) if each.is_floating_point() else each  # noqa: E731
-        return tree_map_only(torch.Tensor, cast, (args, kwargs))
+        return tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._layout.precision.param_dtype) if tensor.is_floating_point() else tensor
 
     def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Called also if the forward pass raised."""
@@ -163,7 +165,8 @@ class Passes:
         if not torch.is_grad_enabled() or (self._reshards and index != 0):
             unit.free()
         if index == 0:
-            self._context.__exit__(None, None, None)
+            context, self._context = self._context, nullcontext()
+            context.__exit__(None, None, None)
             run = list(dict.fromkeys(self._running))
             self._order = run + [each for each in range(len(self.units)) if each not in run]
 
@@ -234,27 +237,29 @@ class Passes:
         if not unit.trained:
             return
         for place, flat in enumerate(unit.trained):
-            self._missing.update((slot.name, not slot.grad[0]) for slot in flat.slots)
+            self._missing.update((slot.name, not flat.has(slot)) for slot in flat.slots)
             self._note(unit.index, place, 1)
             work = flat.start_reduce()
             if work is not None:
                 unit.reductions.append(work)
         self._reducing.append(unit)
-        self._finish_reduce(leaving=1 + self._prefetch if unit.reductions else 0)
+        self._finish_reduce(leaving=self._most_under_way if unit.reductions else 0)
 
     def _finish_reduce(self, leaving: int) -> None:
-        """Finishes reductions, the oldest first, until so many are under way; each holds a buffer."""
+        """Finishes reductions, the oldest first, until so many are under way."""
         while len(self._reducing) > leaving:
             self._reducing.pop(0).finish_reduce()
 
     def _end_of_backward(self) -> None:
         self._is_backward = False
-        if self.is_enabled:
-            self.reduce_rest()
-        for unit in self.units:
-            unit.free()
+        try:
+            if self.is_enabled:
+                self._reduce_rest()
+        finally:
+            for unit in self.units:
+                unit.free()
 
-    def reduce_rest(self) -> None:
+    def _reduce_rest(self) -> None:
         """Reduces what has not been reduced in this pass and waits for all; see the note on top of this file."""
         for index in list(reversed(self._agreed_order))[self._next :]:
             self._start_reduce(self.units[index])
