@@ -199,7 +199,7 @@ def test_the_examples_run_alike_under_every_launcher() -> None:
         done = start(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         found.append(re.findall(r"accuracy: [0-9.]+%|identical on all ranks: yes|held-out loss: [0-9.]+", done.stdout))
-    assert len(found[0]) == 3, found
+    assert len(found[0]) == 4, found
     assert all(each == found[0] for each in found), found
 
 

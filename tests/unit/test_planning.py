@@ -109,6 +109,9 @@ def test_predicted_activations_are_what_autograd_holds() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss_of(model, samples, length)
+    assert shape_of(nn.TransformerEncoderLayer(16, 4)).is_assumed  # of one layer nothing repeats
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4), 3, enable_nested_tensor=False)
+    assert (shape_of(encoder).layers, shape_of(encoder).width, shape_of(encoder).heads) == (3, 16, 4)
     shape = shape_of(model, heads=2)
     assert (shape.layers, shape.width, shape.vocabulary, shape.is_assumed) == (3, WIDTH, 64, False)
     predicted = activation_bytes(shape, samples, length, layers=3)
@@ -201,6 +204,9 @@ def test_advise(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["chosen"] == str(told["options"][0]["strategy"]) and told["options"][0]["fits"]
+    assert main(["advise", "engines.cases:TinyGPT", "--memory", "1GiB", "--ranks", "2", "--flops", "1T", "--all"]) == 0
+    text = capsys.readouterr().out
+    assert "(2 layers of width 16)" in text and "assumed" not in text and "and 1 more" not in text
     assert main(["advise", "7B", "--memory", "1MiB", "--flops", "1T"]) == 1
     assert "nothing fits" in capsys.readouterr().out
     assert main(["advise", "torch.nn:Nothing", "--memory", "1GiB"]) == 1

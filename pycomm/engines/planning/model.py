@@ -21,6 +21,7 @@ __all__ = ["ModelShape", "shape_of"]
 _ASPECT = 128  # width / layers
 _HEAD_WIDTH = 128
 _VOCABULARY = 32_000
+_HEADS = ("heads", "num_heads", "n_heads", "n_head")  # what modules call their number of heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,8 @@ def shape_of(model: Any, **known: int) -> ModelShape:
     """Returns the shape of ``model``: a ModelShape, a number of parameters, or an ``nn.Module``.
 
     Of a module the parameters are counted; its layers are the most numerous class of modules that hold others, its
-    width the first length of what most of its norms scale. ``known`` fields replace what was found or assumed.
-    Raises ConfigError.
+    width the length that most of its norms scale, its heads an attribute of that name; of a module without such layers
+    all but the parameters is assumed. ``known`` fields replace what was found or assumed. Raises ConfigError.
     """
     if isinstance(model, ModelShape):
         found = {name: getattr(model, name) for name in model.__dataclass_fields__}
@@ -112,7 +113,8 @@ def _counted(module: Any) -> dict[str, Any]:
         return found
     found["layers"] = max(number for number, _ in repeated)
     found["width"] = width = widths.most_common(1)[0][0]
-    heads = [each.heads for each in module.modules() if isinstance(getattr(each, "heads", None), int)]
+    told = (getattr(each, name, None) for each in module.modules() for name in _HEADS)
+    heads = [each for each in told if isinstance(each, int) and each > 0]
     found["heads"] = heads[0] if heads else max(1, width // _HEAD_WIDTH)
     found["vocabulary"] = max((shape[0] for shape in embeddings if shape[1] == width), default=0)
     found["is_assumed"] = False

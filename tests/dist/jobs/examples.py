@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-JOBS = (("train_digits.py", ["--epochs", "1"]), ("train_gpt_pipeline.py", ["--steps", "2", "--batch", "4"]))
+SHORT = ["--steps", "2", "--batch", "4"]
+JOBS = (("train_digits.py", ["--epochs", "1"]), ("train_gpt.py", SHORT), ("train_gpt_pipeline.py", SHORT))
 
+sys.path.insert(0, str(EXAMPLES))  # as python does for a script; they share a file
 for name, arguments in JOBS:
     sys.argv = [name, *arguments]
     try:
