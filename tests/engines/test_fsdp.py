@@ -116,6 +116,7 @@ def features_job(rank: int) -> None:
         from_meta,
         state_dicts,
         several_passes,
+        compiled,
         memory,
     ):
         torch.manual_seed(3)
@@ -360,6 +361,20 @@ def several_passes(rank: int) -> None:
     fsdp.zero_grad()
     loss_of(fsdp, inputs, targets).backward()
     torch.testing.assert_close([p.grad for p in fsdp.parameters()], expected)
+
+
+def compiled(rank: int) -> None:
+    """The module as a whole, or its units."""
+    expected = list(train_alone("mlp", "sgd").values())
+    units = nn.Sequential(*(torch.compile(module, backend="eager") for module in make("mlp")))
+    for model, wrap in ((torch.compile(make("mlp"), backend="eager"), None), (units, ["0", "2"])):
+        fsdp = pycomm.fully_shard(model, wrap=wrap)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for inputs, targets in batches("mlp"):
+            optimizer.zero_grad()
+            loss_of(model, inputs.chunk(2)[rank], targets.chunk(2)[rank]).backward()
+            optimizer.step()
+        torch.testing.assert_close(list(fsdp.full_state_dict().values()), expected)
 
 
 def memory(rank: int) -> None:
