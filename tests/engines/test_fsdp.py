@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
@@ -216,16 +217,23 @@ def unused_parameters(rank: int) -> None:
 
 
 def frozen_and_reused(rank: int) -> None:
-    """A frozen layer before a trained one in a unit, and a unit that is called twice."""
+    """A frozen layer before a trained one in a unit, a unit that is called twice, and a weight without its gradient.
+
+    All are needed after the last gradient of their unit has arrived.
+    """
+
+    class Detached(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(functional.linear(x, self.weight.detach()))
 
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = nn.Linear(4, 4)
+            self.first, self.last = nn.Linear(4, 4), Detached(4, 4)
             self.block = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(self.block(self.first(x)))
+            return self.last(self.block(self.block(self.first(x))))
 
     inputs = torch.randn(4, 4)
     model = Twice()
@@ -233,7 +241,7 @@ def frozen_and_reused(rank: int) -> None:
     pycomm.broadcast(inputs, 0)
     alone = Twice()
     alone.load_state_dict(model.state_dict())
-    fsdp = pycomm.FullyShardedDataParallel(model, wrap=nn.Sequential)
+    fsdp = pycomm.FullyShardedDataParallel(model, wrap=(nn.Sequential, Detached))
     for net, x in ((fsdp, inputs.chunk(2)[rank]), (alone, inputs)):
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
         for _ in range(3):
@@ -383,10 +391,12 @@ def memory(rank: int) -> None:
     unit = width * width * 4
     whole, stages = layers * unit, {"no_shard": 4.0, "shard_optimizer": 3.0, "shard_grad_op": 2.5, "full_shard": 2.0}
 
-    def peak(**options: Any) -> Any:
+    def peak(trains: int = layers, **options: Any) -> Any:
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        for layer in model[trains:]:
+            layer.requires_grad_(False)
         fsdp = pycomm.FullyShardedDataParallel(model, wrap=nn.Linear, measures_activations=True, **options)
-        optimizer = torch.optim.AdamW(fsdp.parameters())
+        optimizer = torch.optim.AdamW([p for p in fsdp.parameters() if p.requires_grad])
         for _ in range(2):
             fsdp(torch.randn(8, width)).sum().backward()
             optimizer.step()
@@ -398,6 +408,7 @@ def memory(rank: int) -> None:
         assert copies * whole <= stats.states.device_peak <= 1.1 * copies * whole, (strategy, stats)
         assert stats.activations.device_peak == layers * 8 * width * 4 and stats.activations.device == 0
     shard = whole // 2
+    assert peak(trains=1).parameters.device_peak <= shard + 2 * unit  # those that are frozen are freed, too
     states = peak(offload="optimizer")
     assert states.optimizer.device_peak == 0 and states.optimizer.host > 2 * shard and states.parameters.host == shard
     everything = peak(offload="parameters")

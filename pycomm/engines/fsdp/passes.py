@@ -2,9 +2,14 @@
 
     before forward     its parameters are gathered; those of the units that come next are on their way
     after forward      they are freed, where parameters are sharded; not the outermost unit's, needed again at once
-    before backward    gathered again, when a gradient reaches an output of the unit; the unit before it is on its way
-    gradients arrive   the last one of a unit frees its parameters and starts the reduction
+    before backward    the units behind it are freed; its parameters are gathered again, when a gradient reaches one of
+                       its outputs; the unit before it is on its way
+    gradients arrive   the last one of a unit starts the reduction
     end of backward    what is missing counts as zeros; all reductions are waited for; the ranks compare notes
+
+[Note: when a unit's backward pass is over]
+Its last gradient does not tell: a frozen or detached weight may yet be needed for the gradient of an input. But
+autograd runs what ran last first, so when a gradient reaches an output of a unit, units that ran after it are through.
 
 [Note: one order on every rank]
 Reductions are started in the reverse of the order in which rank 0 ran the units forward, whatever order they finish in;
@@ -45,6 +50,8 @@ class Unit:
         self.trained = [flat for flat in flats if flat.is_trained]
         self.expected = sum(len(flat.slots) for flat in self.trained)  # gradients in a pass
         self.arrived: set[str] = set()  # those of this pass
+        self.has_begun = False  # its backward pass, in this pass
+        self.start = self.end = 0  # of its forward pass, as counted by that of the whole
         self.gathers: list[Waitable] = []
         self.reductions: list[Waitable] = []
 
@@ -112,6 +119,7 @@ class Passes:
         self._agreed_order = self._order  # and that of rank 0 in the first pass: reductions go by its reverse
         self._has_agreed = False
         self._running: list[int] = []  # the units of this forward pass
+        self._clock = 0  # counts starts and ends of units
         self._is_backward = False
         self._next = 0  # of the reversed order: the unit to reduce next
         self._reducing: list[Unit] = []
@@ -140,6 +148,8 @@ class Passes:
             self._context.__enter__()
         self._start_gather(unit)
         if is_first_time:
+            if index not in self._running:
+                unit.start = self._tick()
             self._running.append(index)
             self._look_ahead(self._order, index)
         unit.wait_gathered()
@@ -162,6 +172,7 @@ class Passes:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if _is_inside_backward():
             return
+        unit.end = self._tick()
         if not torch.is_grad_enabled() or (self._reshards and index != 0):
             unit.free()
         if index == 0:
@@ -169,6 +180,10 @@ class Passes:
             context.__exit__(None, None, None)
             run = list(dict.fromkeys(self._running))
             self._order = run + [each for each in range(len(self.units)) if each not in run]
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     def gather(self, unit: Unit) -> None:
         """Gathers the parameters of a unit. Called by every rank."""
@@ -198,10 +213,19 @@ class Passes:
             self._begin_backward()
         if unit.expected and unit.is_complete:  # of an earlier use of its output; nothing of it is to be computed
             return
+        self._free_past(unit)
+        unit.has_begun = True
         self._start_gather(unit)
         ahead = [each for each in reversed(self._order) if each == index or not self.units[each].is_complete]
         self._look_ahead(ahead, index)
         unit.wait_gathered()
+
+    def _free_past(self, reached: Unit) -> None:
+        """Frees the units that are through, now that ``reached`` is; see the note on top of this file."""
+        for unit in self.units:
+            if unit.has_begun and unit.is_complete and unit.start > reached.end:
+                unit.has_begun = False
+                unit.free()
 
     def _begin_backward(self) -> None:
         self._is_backward = True
@@ -209,6 +233,7 @@ class Passes:
         self._missing = {}
         for unit in self.units:
             unit.arrived.clear()
+            unit.has_begun = False
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _arrived(self, unit: Unit, flat: FlatParameter, slot: Slot, _parameter: torch.Tensor) -> None:
@@ -223,11 +248,7 @@ class Passes:
             )
         flat.take(slot)
         unit.arrived.add(slot.name)
-        if not unit.is_complete:
-            return
-        if len(unit.flats) == len(unit.trained):  # what is frozen may yet be needed for gradients of inputs
-            unit.free()
-        if self.is_enabled:
+        if unit.is_complete and self.is_enabled:
             order = self._agreed_order
             while self._next < len(order) and self.units[order[-1 - self._next]].is_complete:
                 self._start_reduce(self.units[order[-1 - self._next]])
