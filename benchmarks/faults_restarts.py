@@ -47,7 +47,20 @@ def measure_restarts(restarts: int) -> list[tuple[str, str, str, str]]:
         (reduced_ns[attempt + 1] - at_ns) / 1e9 for attempt, at_ns in killed_ns.items() if attempt + 1 in reduced_ns
     ]
     result = f"{len(spent_s)} of {restarts}, median {median(spent_s):.1f} s, worst {max(spent_s):.1f} s"
-    return [("torchrun --max-restarts: SIGKILL of a worker to the next right sum", "pycomm", result, "all, 3.5 s")]
+    imports = f"median {median(_import_torch_s() for _ in range(5)):.1f} s"
+    return [
+        ("torchrun --max-restarts: SIGKILL of a worker to the next right sum", "pycomm", result, "all, 3.5 s"),
+        (f"of that, {_RANKS} processes that import torch, at once", "torch", imports, "-"),
+    ]
+
+
+def _import_torch_s() -> float:
+    """What restarted workers cannot do without."""
+    start = time.monotonic()
+    workers = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(_RANKS)]
+    for worker in workers:
+        worker.wait()
+    return time.monotonic() - start
 
 
 def main() -> None:
