@@ -163,6 +163,8 @@ class SpawnedJob(Job):
         by_rank: dict[int, Channel] = {}
         for channel in arrived:
             hello = self._receive(channel, max(1.0, deadline - time.monotonic()))
+            if "rank" not in hello:
+                raise self._failure("its worker is of another version: copy this pycomm/cli/bench/worker there")
             by_rank[int(hello["rank"])] = channel
             self.version = str(hello["version"])
             self.priority = ", ".join(hello["priority"])
