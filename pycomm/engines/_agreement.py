@@ -1,4 +1,4 @@
-"""Before an engine starts: all ranks have the same model, and it can be trained."""
+"""All ranks have the same model, it can be trained, and it stays the one that the engine was made with."""
 
 from __future__ import annotations
 
@@ -13,12 +13,41 @@ import pycomm
 
 from ..errors import CollectiveMismatchError, ConfigError
 
-__all__ = ["check_same_model", "trained_parameters"]
+__all__ = ["Roster", "check_same_model", "trained_parameters"]
+
+_NAMED = 8  # of the parameters that an error names
 
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns name and parameter of all that require a gradient, each once, also if it is tied to several names."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+class Roster:
+    """The parameters that ``module`` has now, and whether each is trained."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known = self._now()
+        self._is_trained = dict(self._known)
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._is_trained
+
+    def change(self) -> str:
+        """Returns what has changed since then, as an error words it; "" if nothing has."""
+        now = self._now()
+        if now == self._known:
+            return ""
+        named = self._module.named_parameters()
+        changed = [name for name, p in named if self._is_trained.get(id(p)) != p.requires_grad]
+        return (
+            f"expected {len(self._known)}, got {len(now)}; new, replaced, or with another requires_grad: "
+            f"{', '.join(changed[:_NAMED]) or 'none, but some are gone'}"
+        )
+
+    def _now(self) -> list[tuple[int, bool]]:
+        return [(id(p), p.requires_grad) for p in self._module.parameters()]
 
 
 def check_same_model(
@@ -40,8 +69,8 @@ def check_same_model(
         ranks = [rank for rank, number in enumerate(metas) if number]
         raise ConfigError(
             f"{what}: parameters on ranks {ranks} are on the meta device and have no memory (here: "
-            f"{', '.join(meta[:8]) or 'none'}); call module.to_empty(device=...) and initialize them first, or pass "
-            f"initialize= where an engine has it"
+            f"{', '.join(meta[:_NAMED]) or 'none'}); call module.to_empty(device=...) and initialize them first, or "
+            f"pass initialize= where an engine has it"
         )
     if len(set(digests)) > 1:
         everyone: list[Any] = [None] * group.world_size

@@ -24,7 +24,7 @@ from ..errors import CollectiveMismatchError, ConfigError
 from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
 from ..reducer.reduce import Wire
 from ..reducer.reducer import BucketHook, Reducer
-from ._agreement import check_same_model, trained_parameters
+from ._agreement import Roster, check_same_model, trained_parameters
 from ._buffers import average_tensors, broadcast_tensors
 from ._join import Join
 from ._names import keep_names
@@ -77,7 +77,7 @@ class DistributedDataParallel(nn.Module):
             finds_unused=find_unused_parameters,
             is_static=static_graph,
         )
-        self._known = [(id(p), p.requires_grad) for p in module.parameters()]
+        self._roster = Roster(module)
         self._join: Join | None = None
         self.sync_parameters()
         keep_names(self)
@@ -183,15 +183,12 @@ class DistributedDataParallel(nn.Module):
             self.reducer.after.append(after)
 
     def _check_unchanged(self) -> None:
-        now = [(id(p), p.requires_grad) for p in self.module.parameters()]
-        if now == self._known:
+        change = self._roster.change()
+        if not change:
             return
-        known = dict(self._known)
         with contextlib.suppress(CollectiveMismatchError):
             pycomm.barrier(self.group)  # ranks that go on do not wait for this one: they get that error in their call
-        changed = [name for name, p in self.module.named_parameters() if known.get(id(p)) != p.requires_grad]
         raise ConfigError(
-            f"forward: the module's parameters are not those that DistributedDataParallel was made with: expected "
-            f"{len(self._known)}, got {len(now)}; new, replaced, or with another requires_grad: "
-            f"{', '.join(changed[:8]) or 'none, but some are gone'}. Wrap the module again after changing it"
+            f"forward: the module's parameters are not those that DistributedDataParallel was made with: {change}. "
+            f"Wrap the module again after changing it"
         )

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, start_sum
-from .._agreement import check_same_model
+from .._agreement import Roster, check_same_model
 from .._buffers import average_tensors, broadcast_tensors
 from .._names import keep_names
 from .flat import FlatParameter, Layout
@@ -105,7 +105,7 @@ class FullyShardedDataParallel(nn.Module):
             finds_unused=find_unused_parameters,
             around=self._around_forward,
         )
-        self._known = [(id(p), p.requires_grad) for p in module.parameters()]
+        self._roster = Roster(module)
         self._measures_activations = measures_activations
         self._is_offloaded = offload is not None
         counting = register_optimizer_step_post_hook(partial(_count_optimizer, weakref.ref(self)))
@@ -281,28 +281,23 @@ class FullyShardedDataParallel(nn.Module):
 
     def count_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Writes down the bytes of the optimizer's state for this model's parameters. Called when one has stepped."""
-        ours = {place for place, _ in self._known}
-        states = (state for p, state in optimizer.state.items() if id(p) in ours)
+        states = (state for p, state in optimizer.state.items() if p in self._roster)
         tensors = (each for state in states for each in state.values() if isinstance(each, torch.Tensor))
         self._ledger.put("optimizer", sum(each.nbytes for each in tensors), is_host=self._is_offloaded)
 
     def _check_unchanged(self) -> None:
-        now = [(id(p), p.requires_grad) for p in self.module.parameters()]
         strays = [name for unit in self.units for flat in unit.flats for name in flat.strays()]
         if strays:
             raise ConfigError(
                 f"forward: parameters were given other memory, by module.to() or .data: {', '.join(strays[:8])}; "
                 f"expected them in their shards. Move and cast a module before it is sharded; change values by copy_"
             )
-        if now == self._known:
-            return
-        known = dict(self._known)
-        changed = [name for name, p in self.module.named_parameters() if known.get(id(p)) != p.requires_grad]
-        raise ConfigError(
-            f"forward: the module's parameters are not those that were sharded: expected {len(self._known)}, got "
-            f"{len(now)}; new, replaced, or with another requires_grad: "
-            f"{', '.join(changed[:8]) or 'none, but some are gone'}. Change a module before it is sharded"
-        )
+        change = self._roster.change()
+        if change:
+            raise ConfigError(
+                f"forward: the module's parameters are not those that were sharded: {change}. Change a module before "
+                f"it is sharded"
+            )
 
 
 def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullyShardedDataParallel:
