@@ -107,7 +107,8 @@ class CommStream:
             return self._submit_cuda(lambda: all_reduce(tensor, op, self._lanes[0].group, **options), [tensor])
         if not tensor.is_contiguous() or options.get("compression") is not None:
             segments: Sequence[_Segment] = [lambda lane, _: all_reduce(tensor, op, lane, **options)]
-            return self._submit(segments, priority, tensor.nbytes, tensor, "all_reduce", tensor)
+            has_state = options.get("compression") is not None
+            return self._submit(segments, priority, tensor.nbytes, tensor, "all_reduce", tensor, has_state=has_state)
         with self.group.scope("all_reduce"):
             reduce_op, factor = parse_op(op)
             parsed = parse_options(**options)
@@ -149,13 +150,15 @@ class CommStream:
         what: str,
         result: Any = None,
         description: object = None,
+        has_state: bool = False,
     ) -> Work:
+        """``has_state``: it leaves something behind in its lane's group (a residual), so its lane is the first one."""
         with self._changed:
             if self._is_closed:
                 raise TransportError(f"stream {self.name!r} is closed on rank {self.group.rank}; make a new one")
             number = self._scheduler.submitted + 1
             work = StreamWork(f"{what} (item {number} of stream {self.name!r} on rank {self.group.rank})", self._watch)
-            self._scheduler.add(Item(segments, priority, segment_bytes, _Under(work, hold, result)))
+            self._scheduler.add(Item(segments, priority, segment_bytes, _Under(work, hold, result, has_state)))
             self._agreement.add((priority, description))
             self._pending += 1
             if self._thread is None:
@@ -233,7 +236,7 @@ class CommStream:
         with self._changed:
             chosen = self._scheduler.grant(agreed.submitted, agreed.bytes_per_s)
         for item, segment in chosen:
-            lane = self._lanes[self._turn % len(self._lanes)]
+            lane = self._lanes[0 if item.context.has_state else self._turn % len(self._lanes)]
             lane.start(partial(self._move, item, segment, lane.group, item.number <= agreed.compared))
             self._turn += 1
         self._lanes[self._turn % len(self._lanes)].wait()  # agreed on as late as can be: others may become urgent
@@ -294,8 +297,9 @@ class CommStream:
 class _Under:
     """What the stream keeps of an item until it is complete: its handle, and what must live as long."""
 
-    def __init__(self, work: StreamWork, hold: Any, result: Any) -> None:
+    def __init__(self, work: StreamWork, hold: Any, result: Any, has_state: bool) -> None:
         self.work = work
+        self.has_state = has_state
         self.hold = hold
         self.result = result  # unless the call returns something
         self.error: BaseException | None = None

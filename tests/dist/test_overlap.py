@@ -38,11 +38,27 @@ def run_streams(rank: int) -> None:
         assert report.comm_s > 0 and report.nbytes >= 4 * 4 * NUMEL and 0 <= report.hidden_share <= 1
         assert stream.step().comm_s == 0
         check_errors(stream, rank)
+        check_residuals(stream, rank)
     with pytest.raises(pycomm.TransportError, match="closed"):
         stream.all_reduce(torch.ones(3))
     names = [thread.name for thread in threading.enumerate()]
     assert "pycomm-stream-gradients" not in names
     check_mismatch(rank)
+
+
+def check_residuals(stream: pycomm.CommStream, rank: int) -> None:
+    """What one compressed call leaves out, the next one of that name sends, whatever runs between them."""
+    options = {"compression": "topk:0.01+ef", "name": "weight"}
+    with pycomm.new_group(list(range(pycomm.world_size()))) as alone:
+        for step in range(4):
+            expected = torch.arange(1000.0) * (rank + 1) % (100 + step)
+            tensor = expected.clone()
+            pycomm.all_reduce(expected, group=alone, **options)
+            work = stream.all_reduce(tensor, **options)
+            for _ in range(step):
+                stream.all_reduce(torch.ones(7))
+            work.wait()
+            assert torch.equal(tensor, expected), step
 
 
 def check_errors(stream: pycomm.CommStream, rank: int) -> None:
