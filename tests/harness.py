@@ -38,7 +38,7 @@ from pycomm.transport.local import LocalWorld
 __all__ = ["RanksFailed", "run_ranks", "transport_params", "with_small_shm"]
 
 _DIED = "died without a result"
-_GRACE_S = 5.0  # for the other ranks, once one has failed
+_GRACE_S = 20.0  # for the other ranks, once one has failed; on busy cores they take a while
 _DYING_S = 1.0
 _PRELOAD = [
     "torch",

@@ -26,7 +26,7 @@ from typing import Any
 
 Outcome = tuple[bool, Any]  # a result, or the text of what went wrong
 
-_GRACE_S = 5.0  # for the other ranks, once one has failed
+_GRACE_S = 20.0  # for the other ranks, once one has failed; on busy cores they take a while
 _worlds: dict[int, MpiWorld] = {}
 
 
