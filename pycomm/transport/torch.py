@@ -131,6 +131,7 @@ class TorchTransport(WatchedTransport):
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         # gloo's all-to-all sends to all at once; its all-gather goes round a ring, n - 1 messages one after the other.
+        self.open_group()  # first: of a call that was broken off gloo still has the buffers
         sent, frames = self._buffers_of(frame.numel())
         for member in range(self.world_size):  # not by torch, which lets go of Python's lock in each call
             memmove(sent.data_ptr() + member * frame.numel(), frame.data_ptr(), frame.numel())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -16,6 +18,7 @@ from .runner import Runner
 from .wire import Channel, connect
 
 HIGHEST_PRIORITY = -20
+_PR_SET_PDEATHSIG = 1
 
 
 def raise_priority() -> list[str]:
@@ -31,6 +34,12 @@ def raise_priority() -> list[str]:
         Path("/proc/self/autogroup").write_text(str(HIGHEST_PRIORITY))
         granted.append(f"autogroup {HIGHEST_PRIORITY}")
     return granted
+
+
+def die_with_parent() -> None:
+    """Has the kernel end this rank when its launcher has ended: the conductor cannot end ranks it has not met yet."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def pin_to_core() -> None:
@@ -82,6 +91,7 @@ def main() -> None:
     parser.add_argument("--pin", action="store_true", help="one core for each rank if there are enough")
     options = parser.parse_args()
 
+    die_with_parent()
     channel = connect(options.connect)
     try:
         priority = raise_priority()
