@@ -9,7 +9,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["LAYERED", "MODELS", "OPTIMIZERS", "STEPS", "batches", "loss_of", "make", "relative_error", "train_alone"]
+__all__ = [
+    "LAYERED",
+    "MODELS",
+    "OPTIMIZERS",
+    "STEPS",
+    "PlainAttention",
+    "PlainMLP",
+    "batches",
+    "loss_of",
+    "make",
+    "relative_error",
+    "train_alone",
+]
 
 STEPS = 10
 ROWS = 12  # of a whole batch: 2, 3 and 4 ranks divide it
@@ -24,6 +36,31 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class PlainAttention(nn.Module):
+    """What TensorParallelAttention is a part of."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class PlainMLP(nn.Module):
+    """What TensorParallelMLP is a part of."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x)))
 
 
 class TinyGPT(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import pycomm
-from engines.cases import OPTIMIZERS, batches, relative_error
+from engines.cases import OPTIMIZERS, PlainAttention, PlainMLP, batches, relative_error
 from harness import run_ranks
 from pycomm.engines import mesh as mesh_module
 from pycomm.engines.planning.batch import largest_micro_batch
@@ -31,34 +31,12 @@ MICROBATCHES = 2
 BOUND = 2e-4  # of a tensor's largest element, after ten steps
 
 
-class Attention(nn.Module):
-    """What TensorParallelAttention is a part of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(x.shape))
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.gelu(self.up(x)))
-
-
 class Block(nn.Module):
     def __init__(self, tp: Any) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention() if tp is None else TensorParallelAttention(WIDTH, HEADS, tp)
-        self.mlp = MLP() if tp is None else TensorParallelMLP(WIDTH, HIDDEN, tp)
+        self.attention = PlainAttention(WIDTH, HEADS) if tp is None else TensorParallelAttention(WIDTH, HEADS, tp)
+        self.mlp = PlainMLP(WIDTH, HIDDEN) if tp is None else TensorParallelMLP(WIDTH, HIDDEN, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import pycomm
+from engines.cases import PlainAttention, PlainMLP
 from harness import run_ranks
 from pycomm.engines.tensor import (
     ColumnParallelLinear,
@@ -27,28 +28,6 @@ from pycomm.engines.tensor.functions import scatter_sum
 WIDTH, HEADS, HIDDEN, VOCABULARY, LENGTH = 24, 12, 48, 36, 12  # 2, 3 and 4 ranks divide them all
 
 
-class Attention(nn.Module):
-    """What TensorParallelAttention is a part of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(x.shape))
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.gelu(self.up(x)))
-
-
 class GPT(nn.Module):
     """One layer, ordinary or cut; with a cut sequence the residual stream and the norms are cut along it."""
 
@@ -60,8 +39,10 @@ class GPT(nn.Module):
         self.embedding = VocabParallelEmbedding(VOCABULARY, WIDTH) if self.is_cut else nn.Embedding(VOCABULARY, WIDTH)
         norm = SequenceParallelLayerNorm if self.is_sequence_cut else nn.LayerNorm
         self.norm1, self.norm2 = norm(WIDTH), norm(WIDTH)
-        self.attention = TensorParallelAttention(WIDTH, HEADS, **options) if self.is_cut else Attention()
-        self.mlp = TensorParallelMLP(WIDTH, HIDDEN, **options) if self.is_cut else MLP()
+        self.attention = (
+            TensorParallelAttention(WIDTH, HEADS, **options) if self.is_cut else PlainAttention(WIDTH, HEADS)
+        )
+        self.mlp = TensorParallelMLP(WIDTH, HIDDEN, **options) if self.is_cut else PlainMLP(WIDTH, HIDDEN)
         head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head = ColumnParallelLinear.of(head, **options) if self.is_cut else head
         self.loss = ParallelCrossEntropy() if self.is_cut else None
@@ -123,7 +104,7 @@ def test_equals_the_ordinary_layers(world_size: int) -> None:
 
 def other_job(rank: int) -> None:
     torch.manual_seed(2)
-    attention, mlp, x = Attention(), MLP(), torch.randn(2, LENGTH, WIDTH)
+    attention, mlp, x = PlainAttention(WIDTH, HEADS), PlainMLP(WIDTH, HIDDEN), torch.randn(2, LENGTH, WIDTH)
     gathered, bare = nn.Linear(WIDTH, 8), nn.Linear(8, 4)
     model = nn.ModuleDict({"attention": attention, "mlp": mlp, "gathered": gathered, "bare": bare})
     expected = [attention(x), mlp(x), bare(gathered(x))]
@@ -165,7 +146,7 @@ def other_job(rank: int) -> None:
         VocabParallelEmbedding.of(nn.Embedding(4, 4, padding_idx=0))
 
 
-def local_attention(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+def local_attention(attention: PlainAttention, x: torch.Tensor) -> torch.Tensor:
     """The forward function of a converted attention: with this rank's heads."""
     projected = attention.qkv(x)
     q, k, v = projected.view(*x.shape[:2], 3, HEADS // 2, -1).permute(2, 0, 3, 1, 4)
@@ -181,7 +162,7 @@ def mesh_job(rank: int) -> None:
     """Tensor x data parallelism: gradients of the parts are averaged along dp."""
     mesh = pycomm.Mesh(dp=2, tp=2)
     torch.manual_seed(4)
-    alone = MLP()
+    alone = PlainMLP(WIDTH, HIDDEN)
     torch.manual_seed(4)
     cut = TensorParallelMLP(WIDTH, HIDDEN, mesh.group("tp"))
     ddp = pycomm.DistributedDataParallel(cut, mesh.group("dp"))
