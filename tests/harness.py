@@ -32,14 +32,25 @@ import torch.distributed as dist
 
 import pycomm
 from mpi_harness import mpirun, outcome_of, run_in_world, run_once
+from pycomm.monitor.watch import own_board
 from pycomm.transport import TRANSPORTS
 from pycomm.transport.local import LocalWorld
 
-__all__ = ["RanksFailed", "run_ranks", "transport_params", "with_small_shm"]
+__all__ = [
+    "RanksFailed",
+    "interrupt_once_in_a_call",
+    "is_in_a_call",
+    "run_ranks",
+    "transport_params",
+    "wait_until",
+    "with_small_shm",
+]
 
 _DIED = "died without a result"
 _GRACE_S = 20.0  # for the other ranks, once one has failed; on busy cores they take a while
-_DYING_S = 1.0
+_INIT_S = 100.0  # at least, for ranks to come together, however short the deadline of what they do then
+_DUMP_S = 10.0
+_BEGUN = b"begun"  # what a rank sends first
 _PRELOAD = [
     "torch",
     "torch._dynamo",  # the first optimizer of a process loads it, for seconds: once here, not on every rank
@@ -61,7 +72,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     transport: str = "shm",
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     casualties: Collection[int] = (),
     is_fresh: bool = False,
 ) -> list[Any]:
@@ -69,7 +80,7 @@ def run_ranks(
 
     ``fn`` is a function of a module, its arguments and results can be pickled (except for threads). ``casualties`` are
     ranks whose process is meant to die; their result is None. Under mpirun the processes are those of earlier tests,
-    unless ``is_fresh``.
+    unless ``is_fresh``. ``timeout_s`` is there for hangs: the time that they have once they have come together.
     """
     if transport == "mpi":
         outcomes = _run_mpi(world_size, fn, args, timeout_s, is_fresh, casualties)
@@ -84,6 +95,35 @@ def run_ranks(
         name = f"{fn.__name__} on {world_size} ranks over {transport}"
         raise RanksFailed(f"{name}: {len(failures)} ranks failed\n" + "\n".join(failures))
     return [result for _, result in outcomes]
+
+
+def wait_until(is_so: Callable[[], object], timeout_s: float = 100.0) -> None:
+    """Returns once ``is_so()`` holds, which another rank, thread or process sees to; raises AssertionError at a hang.
+
+    What a test needs to have happened it waits for by this, never by a sleep that is long enough as a rule: machines
+    that other work shares, or whose hypervisor takes the cores away, stop any process for seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.002)
+
+
+def is_in_a_call() -> bool:
+    """Whether a collective of this rank is under way, as its board has it; for transports of processes."""
+    board = own_board()
+    assert board is not None, "transport local has no board"
+    return any(group.is_open and group.seq > group.ended for group in board.groups())
+
+
+def interrupt_once_in_a_call() -> None:
+    """Sends this process SIGINT, from a thread, as soon as a collective is under way. For the main thread to call."""
+
+    def interrupt() -> None:
+        wait_until(is_in_a_call)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
 
 
 def with_small_shm(command: list[str]) -> list[str]:
@@ -171,14 +211,13 @@ def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_
                 process.start()
             for _, sender in pipes:
                 sender.close()  # so that a rank's death is the end of its pipe
-            outcomes = _collect([receiver for receiver, _ in pipes], timeout_s)
+            outcomes, silent = _collect([receiver for receiver, _ in pipes], timeout_s)
             for rank, process in enumerate(processes):
-                # A dying process closes its pipe a moment before it has ended.
-                process.join(_DYING_S if outcomes[rank] is None else _GRACE_S)
+                # One that dies, or is done, closes its pipe a moment before it has ended.
+                process.join(0.0 if rank in silent else _GRACE_S)
             stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
-            _dump_stacks([processes[rank].pid for rank in stuck])
             for rank in stuck:
-                stack = dumps[rank].read_text() if dumps[rank].exists() else "no stack"
+                stack = _stack_of(processes[rank].pid, dumps[rank])
                 after = "" if outcomes[rank] is None else " (its function had ended)"
                 outcomes[rank] = (False, f"still running at the deadline of {timeout_s} s{after}; stack:\n{stack}")
             for rank, process in enumerate(processes):
@@ -193,21 +232,30 @@ def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_
     return outcomes
 
 
-def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
-    """Returns each rank's outcome, None for those that died or did not end in time."""
+def _collect(receivers: list[Connection], timeout_s: float) -> tuple[list[Any], set[int]]:
+    """Returns each rank's outcome, None for those that died or did not end in time; and which ranks the latter are."""
     outcomes: list[Any] = [None] * len(receivers)
     waiting = dict(zip(receivers, range(len(receivers)), strict=True))
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + max(timeout_s, _INIT_S)
+    begun, has_failed = 0, False
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         for receiver in wait(list(waiting), left_s):
+            try:
+                message = receiver.recv_bytes()
+            except EOFError:  # it died: None
+                message = b""
+            if message == _BEGUN:
+                begun += 1
+                if begun == len(receivers) and not has_failed:
+                    deadline = time.monotonic() + timeout_s
+                continue
             rank = waiting.pop(receiver)
-            with contextlib.suppress(EOFError):  # it died: None
-                outcomes[rank] = pickle.loads(receiver.recv_bytes())
+            outcomes[rank] = pickle.loads(message) if message else None
             if outcomes[rank] is None or not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                has_failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
     for receiver in receivers:
         receiver.close()
-    return outcomes
+    return outcomes, set(waiting.values())
 
 
 def _process_main(
@@ -231,7 +279,8 @@ def _process_main(
     def join_and_run() -> Any:
         fn, args = pickle.loads(payload)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        with pycomm.init(transport, rank=rank, world_size=world_size, store=store, timeout=timeout_s):
+        with pycomm.init(transport, rank=rank, world_size=world_size, store=store, timeout=max(timeout_s, _INIT_S)):
+            sender.send_bytes(_BEGUN)
             return fn(rank, *args)
 
     sender.send_bytes(outcome_of(join_and_run))
@@ -244,13 +293,17 @@ def _pretend_hosts(rank: int) -> None:
         vars(importlib.import_module(f"pycomm.collectives.{module}"))["host_id"] = lambda: f"host{rank // 2}"
 
 
-def _dump_stacks(pids: list[int | None]) -> None:
-    for pid in pids:
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-    if pids:
-        time.sleep(0.3)
+def _stack_of(pid: int | None, dump: Path) -> str:
+    """Returns the stacks of the threads of a rank, which writes them when it is asked by a signal."""
+    seen = ""
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _DUMP_S
+        while not seen.endswith("\n") and time.monotonic() < deadline:
+            time.sleep(0.1)
+            seen = dump.read_text() if dump.exists() else ""
+    return seen or "no stack"
 
 
 # -- mpirun ------------------------------------------------------------------------------------------------------------

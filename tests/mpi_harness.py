@@ -27,6 +27,7 @@ from typing import Any
 Outcome = tuple[bool, Any]  # a result, or the text of what went wrong
 
 _GRACE_S = 20.0  # for the other ranks, once one has failed; on busy cores they take a while
+_START_S = 100.0
 _worlds: dict[int, MpiWorld] = {}
 
 
@@ -95,13 +96,11 @@ class MpiWorld:
         (self._folder / f"call{self._number}").write_bytes(pickle.dumps(call))
         for pipe in self._calls:
             os.write(pipe, f"{self._number}\n".encode())
+        self._await_ranks()
         outcomes = self._collect(timeout_s)
         self._is_well = all(outcomes)
         if not self._is_well and self._process.poll() is None:
-            for pid in self._pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)  # shows its stack
-            time.sleep(0.3)
+            self._show_stacks()
         printed = (self._folder / "output").read_bytes()[printed_before:].decode(errors="replace")
         text = f"no result, mpirun returned {self._process.poll()}; output:\n{printed}"
         return [outcome or (False, text) for outcome in outcomes]
@@ -126,8 +125,24 @@ class MpiWorld:
                 self._process.wait(max(deadline - time.monotonic(), 0.1))
         return outcomes
 
+    def _await_ranks(self) -> None:
+        """Returns once every rank runs: the deadline is for what it does, and starting takes many seconds at times."""
+        deadline = time.monotonic() + _START_S
+        while len(self._pids()) < self._size and self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _show_stacks(self) -> None:
+        """Lets every rank print its stacks."""
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        output, length = self._folder / "output", -1
+        while output.stat().st_size != length:
+            length = output.stat().st_size
+            time.sleep(1.0)
+
     def _pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self._folder.glob("pid*")]
+        return [int(text) for path in self._folder.glob("pid*") if (text := path.read_text())]
 
     def _read_outcomes(self, outcomes: list[Outcome | None]) -> None:
         for rank in range(self._size):

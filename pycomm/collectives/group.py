@@ -394,6 +394,7 @@ class Group(Observed):
         Called by every rank of this group; those that are not members may pass None, or another group's list.
         """
         self.check_open()
+        timeout_s = None if timeout is None else seconds(timeout)
         self.settle()
         self._splits += 1
         name = name or f"{self.name}.{self._splits}"
@@ -404,9 +405,9 @@ class Group(Observed):
             if transport is None or group_ranks is None:
                 return None
             transport.group_name = name
-            if timeout is not None:
-                transport.timeout_s = seconds(timeout)
-            meet(transport)
+            meet(transport)  # within this group's timeout: the new one's is that of its calls
+            if timeout_s is not None:
+                transport.timeout_s = timeout_s
         ranks = [self._ranks[rank] for rank in group_ranks]
         child = Group(transport, name, ranks, selector=selector.within(transport, group_ranks))
         self._children.add(child)

@@ -138,8 +138,8 @@ def new_group(
 ) -> Group | NonMember:
     """Makes a group of ``ranks`` (global, None for all; ordered by rank), on the transport of ``group``.
 
-    Called by every rank of ``group``; those outside get NON_MEMBER. Raises ConfigError for ranks that do not exist or
-    repeat.
+    Called by every rank of ``group``; those outside get NON_MEMBER. ``timeout`` is that of the new group's calls; to
+    make it the ranks have the timeout of ``group``. Raises ConfigError for ranks that do not exist or repeat.
     """
     parent = resolve(group)
     if backend not in (None, parent.transport.name):

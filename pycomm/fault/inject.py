@@ -101,15 +101,18 @@ class Injection:
         self._group = group
         self._faults = tuple(fault for fault in faults if fault.rank == group.rank)
         self._is_attached = True
+        self._timers: list[threading.Timer] = []
         group.add_start_hook(self._on_start)
         group.add_hook(self._on_end)
 
     def detach(self) -> None:
-        """Takes the faults away. Does nothing the second time."""
+        """Takes the faults away, once one that is on its way has struck. Does nothing the second time."""
         if self._is_attached:
             self._is_attached = False
             self._group.remove_start_hook(self._on_start)
             self._group.remove_hook(self._on_end)
+            for timer in self._timers:
+                timer.join()
 
     def __enter__(self) -> Injection:
         return self
@@ -123,6 +126,7 @@ class Injection:
             timer = threading.Timer(fault.delay_s, strike, (fault, self._group.transport))
             timer.daemon = True
             timer.start()
+            self._timers.append(timer)
         for fault in self._due("before"):
             strike(fault, self._group.transport)
 
@@ -147,10 +151,11 @@ def strike(fault: Fault, transport: Transport) -> None:
         case "exit":
             os._exit(EXIT_CODE)
         case "stop":
-            # Who wakes it must be another process: the shell's child, in a session of its own, which init reaps.
-            wake = f"(sleep {fault.lasts_s}; kill -CONT {os.getpid()}) </dev/null >/dev/null 2>&1 &"
+            # Who wakes it must be another process, and must have stopped it too, lest it wakes it before that: a shell
+            # and the shell's child, in a session of its own, which init reaps.
+            pid = os.getpid()
+            wake = f"kill -STOP {pid}; (sleep {fault.lasts_s}; kill -CONT {pid}) </dev/null >/dev/null 2>&1 &"
             subprocess.run(["sh", "-c", wake], start_new_session=True, check=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
         case "slow":
             time.sleep(fault.lasts_s)
         case "raise":

@@ -152,7 +152,7 @@ def all_plans(rank: int) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize("transport", transport_params())
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_all_plans(transport: str, n: int) -> None:
-    results = run_ranks(n, all_plans, transport=transport, timeout_s=100)
+    results = run_ranks(n, all_plans, transport=transport)
     assert [wrong for wrong, _ in results] == [[]] * n
     assert len({tuple(prints) for _, prints in results}) == 1 and results[0][1]
 

@@ -219,7 +219,7 @@ def run_cases(rank: int, stride: int) -> list[tuple[str, list[str], int | None]]
 def test_every_verb(transport: str, world_size: int) -> None:
     # Over sockets a call takes milliseconds; there the five worlds share the cases.
     stride = 1 if transport in ("local", "shm") else 5
-    by_rank = run_ranks(world_size, run_cases, stride, transport=transport, timeout_s=100)
+    by_rank = run_ranks(world_size, run_cases, stride, transport=transport)
     problems = [f"rank {r}: {name}: {wrong}" for r, ran in enumerate(by_rank) for name, wrong, _ in ran if wrong]
     for same_case in zip(*by_rank, strict=True):
         if len({checksum for _, _, checksum in same_case}) > 1:
@@ -254,4 +254,4 @@ def run_large(rank: int) -> None:
 
 @pytest.mark.parametrize("transport", transport_params())
 def test_eight_mebibytes_and_three(transport: str) -> None:
-    run_ranks(3, run_large, transport=transport, timeout_s=110)
+    run_ranks(3, run_large, transport=transport)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pycomm
-from harness import run_ranks, transport_params
+from harness import is_in_a_call, run_ranks, transport_params, wait_until
 from pycomm.collectives.board import boards
 
 PROCESSES = [param for param in transport_params() if param.values[0] not in ("local", "mpi")]
@@ -22,29 +22,33 @@ PROCESSES = [param for param in transport_params() if param.values[0] not in ("l
 def doctor() -> str:
     command = [sys.executable, "-m", "pycomm", "doctor", "--jobs", "--pid", str(os.getpid())]
     environ = {**os.environ, "COLUMNS": "250"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ).stdout
 
 
-def late_in_my_function(path: str) -> None:
-    deadline = time.monotonic() + 30
-    while not os.path.exists(path) and time.monotonic() < deadline:
-        time.sleep(0.05)
+def late_in_my_function(folder: Path) -> None:
+    (folder / "late").touch()
+    wait_until((folder / "go").exists)
 
 
 def hang(rank: int, path: str) -> str:
     """Rank 2 does not come; rank 0 asks another process why. Then rank 1 is killed, and it asks again."""
+    folder = Path(path)
     pids = torch.zeros(3, dtype=torch.int64)
     pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
     if rank == 2:
-        late_in_my_function(path)
+        late_in_my_function(folder)
     said = ""
     work = pycomm.all_reduce(torch.ones(4), async_op=True)
+    if rank == 1:
+        wait_until(is_in_a_call)
+        (folder / "waits").touch()
     if rank == 0:
+        wait_until(lambda: is_in_a_call() and (folder / "waits").exists() and (folder / "late").exists())
         time.sleep(1.2)  # the doctor takes no notice of calls of less than a second
         said = doctor()
         os.kill(int(pids[1]), signal.SIGKILL)
         said += doctor()
-        Path(path).touch()
+        (folder / "go").touch()
     try:
         work.wait()
     except pycomm.PeerLostError as error:
@@ -54,7 +58,7 @@ def hang(rank: int, path: str) -> str:
 
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_a_hung_job_is_diagnosed_from_outside_and_after_a_kill(tmp_path: Path, transport: str) -> None:
-    said, _, late = run_ranks(3, hang, str(tmp_path / "go"), transport=transport, casualties=[1])
+    said, _, late = run_ranks(3, hang, str(tmp_path), transport=transport, casualties=[1])
     assert "never entered all_reduce #" in said and "late_in_my_function" in said, said
     assert "test_doctor.py" in said and "rank 2 (pid" in said
     assert "is dead; it ended in all_reduce #" in said

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore
 
 import pycomm
-from harness import run_ranks
+from harness import interrupt_once_in_a_call, is_in_a_call, run_ranks, wait_until
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, ReduceOp, TransportError
 from pycomm.transport._handoff import share_memory
 
@@ -47,10 +47,8 @@ CALLS: dict[str, Any] = {
 def disagree(rank: int) -> None:
     for name, calls in CALLS.items():
         t = torch.full((4,), float(rank + 1))
-        begin = time.monotonic()
         with pytest.raises(CollectiveMismatchError) as caught:
             calls[rank](t)
-        assert time.monotonic() - begin < 5.0
         assert (t == rank + 1).all(), f"{name}: the buffer was written"
         text = str(caught.value)
         assert "rank 0" in text and "rank 1" in text, text
@@ -77,16 +75,14 @@ def test_every_rank_sees_the_one_that_differs() -> None:
 def lose_rank_2(rank: int, how: str) -> None:
     check_sum(4)
     if rank == 2:
-        time.sleep(0.05)
+        time.sleep(0.05)  # as a rule the others wait for it by then; nothing depends on that
         if how == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSEGV)
-    begin = time.monotonic()
     fate = {"exit": "exited with status 3", "kill": "killed by SIGKILL", "segv": "killed by SIGSEGV"}[how]
     with pytest.raises(PeerLostError, match=rf"lost rank 2 \(pid \d+\): {fate}") as caught:
         check_sum(4, 100_000)
     assert caught.value.rank == 2
-    assert time.monotonic() - begin < 5.0
     with pytest.raises(PeerLostError):  # and so does every later call
         pycomm.barrier()
     survivors = pycomm.new_group([0, 1, 3])
@@ -113,32 +109,27 @@ def test_a_message_from_a_dead_rank_raises() -> None:
 
 
 def run_out_of_time(rank: int) -> None:
-    if rank == 1:
-        time.sleep(0.6)
-    with pytest.raises(CollectiveTimeoutError, match="rank 0"):
-        pycomm.all_reduce(torch.ones(3), timeout=0.2 if rank == 0 else None)
+    """By the call's own timeout, and by that of a group, which holds for its short cuts too."""
+    groups = {0.2: pycomm.new_group([0, 1]), None: pycomm.new_group([0, 1], timeout=0.2)}
+    for timeout_s, group in groups.items():
+        if rank == 1:
+            pycomm.recv(torch.empty(1), 0)  # which says that its time was over
+        begin = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="rank 0"):
+            pycomm.all_reduce(torch.ones(3), group=group, timeout=timeout_s if rank == 0 else None)
+        if rank == 0:
+            assert time.monotonic() - begin >= 0.2
+            pycomm.send(torch.ones(1), 1)
 
 
 def test_a_timeout_is_everybodys() -> None:
     run_ranks(2, run_out_of_time)
 
 
-def run_out_of_the_groups_time(rank: int) -> None:
-    group = pycomm.new_group([0, 1], timeout=0.2)
-    if rank == 1:
-        time.sleep(0.6)
-    with pytest.raises(CollectiveTimeoutError, match="rank 0"):
-        pycomm.all_reduce(torch.ones(3), group=group)
-
-
-def test_a_groups_timeout_holds_for_its_short_cuts() -> None:
-    run_ranks(2, run_out_of_the_groups_time)
-
-
 def close_early(rank: int) -> None:
     if rank == 1:
         return
-    time.sleep(0.1)
+    time.sleep(0.1)  # before or after it has closed: the error is the same
     with pytest.raises(PeerLostError, match="rank 1 .* has closed the group"):
         pycomm.barrier()
 
@@ -147,53 +138,58 @@ def test_a_rank_that_left_is_named() -> None:
     run_ranks(2, close_early)
 
 
-def be_interrupted(rank: int) -> None:
+def be_interrupted(rank: int, path: str) -> None:
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
+            interrupt_once_in_a_call()
             pycomm.all_reduce(torch.ones(3))
-        assert time.monotonic() - begin < 2.0
+        Path(path).touch()
     else:
-        time.sleep(0.5)
+        wait_until(Path(path).exists)
 
 
-def test_ctrl_c_ends_a_blocked_call() -> None:
-    run_ranks(2, be_interrupted)
+def test_ctrl_c_ends_a_blocked_call(tmp_path: Path) -> None:
+    run_ranks(2, be_interrupted, str(tmp_path / "interrupted"))
 
 
-def stop_and_go_on(rank: int) -> float:
+def stop_and_go_on(rank: int) -> tuple[float, float]:
     pids = torch.zeros(2, dtype=torch.int64)
     pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
     if rank == 0:
         os.kill(int(pids[1]), signal.SIGSTOP)
         threading.Timer(1.0, os.kill, (int(pids[1]), signal.SIGCONT)).start()
-    before = resource.getrusage(resource.RUSAGE_SELF)
+    begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
     check_sum(2)
     after = resource.getrusage(resource.RUSAGE_SELF)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, time.monotonic() - begin
 
 
 def test_a_stopped_rank_is_waited_for_without_burning_a_core() -> None:
-    spent_s = run_ranks(2, stop_and_go_on)[0]
-    assert spent_s < 0.2  # of a wait of one second
+    spent_s, waited_s = run_ranks(2, stop_and_go_on)[0]
+    assert spent_s < 0.2 * max(1.0, waited_s)
 
 
-def let_threads_run(rank: int) -> None:
+def let_threads_run(rank: int, path: str) -> None:
+    """Rank 1 comes when a thread of rank 0 has run, which a blocked collective that kept Python's lock would prevent."""
     if rank == 1:
-        time.sleep(0.4)
+        wait_until(Path(path).exists)
         return pycomm.barrier()
-    ticks = []
-    ticker = threading.Thread(target=lambda: [ticks.append(time.sleep(0.01)) for _ in range(10)])
-    ticker.start()
+
+    def run() -> None:
+        wait_until(is_in_a_call)
+        for _ in range(10):
+            time.sleep(0.001)
+        Path(path).touch()
+
+    thread = threading.Thread(target=run)
+    thread.start()
     pycomm.barrier()
-    assert len(ticks) == 10, "a blocked collective kept Python's lock"
-    ticker.join()
+    thread.join()
 
 
-def test_other_threads_run_while_a_rank_waits() -> None:
-    run_ranks(2, let_threads_run)
+def test_other_threads_run_while_a_rank_waits(tmp_path: Path) -> None:
+    run_ranks(2, let_threads_run, str(tmp_path / "ran"))
 
 
 def fork_a_child(rank: int) -> None:
@@ -343,7 +339,7 @@ def reduce_beyond_int32(rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_tensor_of_more_than_2_gib() -> None:
-    run_ranks(2, reduce_beyond_int32, timeout_s=110)
+    run_ranks(2, reduce_beyond_int32)
 
 
 # -- strangers -------------------------------------------------------------------------------------------------------------
@@ -355,19 +351,18 @@ def names_of_sockets() -> set[str]:
 
 
 def test_strangers_at_the_socket_learn_nothing_and_stop_nothing() -> None:
-    store, before = HashStore(), names_of_sockets()
+    store = HashStore()
     results: list[Any] = [None, None]
 
     def join(rank: int) -> None:
-        results[rank] = share_memory(store, "host", rank, 2, 30.0)
+        results[rank] = share_memory(store, "host", rank, 2, 60.0)
 
     leader = threading.Thread(target=join, args=(0,))
     leader.start()
-    while not (names := names_of_sockets() - before):
-        time.sleep(0.01)
+    name = bytes.fromhex(store.get("host/socket").decode().partition(":")[0])
     for message in (b"", b"x", os.urandom(40), os.urandom(168), os.urandom(5000)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.connect("\0" + names.copy().pop()[1:])
+            stranger.connect(name)
             try:
                 stranger.sendall(message)
                 stranger.shutdown(socket.SHUT_WR)
@@ -376,11 +371,11 @@ def test_strangers_at_the_socket_learn_nothing_and_stop_nothing() -> None:
                 pass
     follower = threading.Thread(target=join, args=(1,))
     follower.start()
-    leader.join(30)
-    follower.join(30)
+    leader.join(60)
+    follower.join(60)
     assert results[0].pids == results[1].pids == (os.getpid(), os.getpid())
     assert results[0].cores == results[1].cores >= 1
-    assert not names_of_sockets() & names, "the socket outlives the handover"
+    assert "@" + name[1:].decode() not in names_of_sockets(), "the socket outlives the handover"
     for memory in results:
         for fd in (memory.fd, *memory.pidfds):
             if fd >= 0:

@@ -94,7 +94,7 @@ def equality_job(rank: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_equals_one_process_on_the_joined_batch(world_size: int) -> None:
-    for errors in run_ranks(world_size, equality_job, timeout_s=100):
+    for errors in run_ranks(world_size, equality_job):
         assert {what: error for what, error in errors.items() if not error <= 1} == {}
 
 
@@ -120,11 +120,11 @@ def features_job(rank: int) -> None:
 
 
 def test_features() -> None:
-    run_ranks(2, features_job, timeout_s=100)
+    run_ranks(2, features_job)
 
 
 def test_features_over_gloo() -> None:
-    run_ranks(2, over_gloo_job, transport="torch", timeout_s=60)
+    run_ranks(2, over_gloo_job, transport="torch")
 
 
 def over_gloo_job(rank: int) -> None:

@@ -98,7 +98,7 @@ def equality_job(rank: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_equals_one_process_on_the_joined_batch(world_size: int) -> None:
-    for errors in run_ranks(world_size, equality_job, timeout_s=100):
+    for errors in run_ranks(world_size, equality_job):
         assert {what: error for what, error in errors.items() if not error <= 1} == {}
 
 
@@ -125,7 +125,7 @@ def features_job(rank: int) -> None:
 
 
 def test_features() -> None:
-    run_ranks(2, features_job, timeout_s=100)
+    run_ranks(2, features_job)
 
 
 def over_gloo_job(rank: int) -> None:
@@ -136,7 +136,7 @@ def over_gloo_job(rank: int) -> None:
 
 
 def test_features_over_gloo() -> None:
-    run_ranks(2, over_gloo_job, transport="torch", timeout_s=60)
+    run_ranks(2, over_gloo_job, transport="torch")
 
 
 def choices_change_nothing(rank: int) -> None:
@@ -455,7 +455,7 @@ def hybrid_job(rank: int) -> dict[str, float]:
 
 
 def test_hybrid_shards_and_meshes() -> None:
-    for errors in run_ranks(4, hybrid_job, timeout_s=100):
+    for errors in run_ranks(4, hybrid_job):
         assert {what: error for what, error in errors.items() if not error <= 1} == {}
 
 

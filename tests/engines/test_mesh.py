@@ -187,5 +187,5 @@ def job(rank: int) -> dict[str, float]:
 
 
 def test_eight_ranks_equal_one_process() -> None:
-    for errors in run_ranks(8, job, timeout_s=100):
+    for errors in run_ranks(8, job):
         assert {what: error for what, error in errors.items() if not error <= 1} == {}

@@ -71,7 +71,7 @@ def equality_job(rank: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_equals_one_process(world_size: int) -> None:
-    for errors in run_ranks(world_size, equality_job, timeout_s=100):
+    for errors in run_ranks(world_size, equality_job):
         assert {what: error for what, error in errors.items() if not error <= 1} == {}
 
 

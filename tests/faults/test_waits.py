@@ -26,8 +26,7 @@ def wait_out(rank: int) -> None:
         with inject(fail_at(victim, 2, how, moment=moment, delay_s=delay_s, lasts_s=STOPPED_S)):
             for _ in range(3):
                 check_sum(numel=numel)
-            time.sleep(0.01)  # the fault may strike when all is over
-            check_sum()
+        check_sum()  # the victim has been struck by now, though possibly when the others were through with the rest
         took_s = time.monotonic() - begin
         assert took_s >= STOPPED_S, (when, took_s)  # a hang is the harness's to find: busy machines take their time
 
@@ -36,22 +35,24 @@ def wait_out(rank: int) -> None:
     ("transport", "ranks"), [pytest.param(*each.values, ranks, marks=each.marks) for each, ranks in STOP_JOBS]
 )
 def test_a_stopped_or_slow_rank_is_no_error(transport: str, ranks: int) -> None:
-    run_ranks(ranks, wait_out, transport=transport, timeout_s=110)
+    run_ranks(ranks, wait_out, transport=transport)
 
 
 def wait_for_a_sleeper(rank: int) -> float:
+    """Returns the share of a core that waiting took."""
     pycomm.barrier()
     if rank == VICTIM:
         time.sleep(1.0)
-    before_s = time.process_time()
+    begin, before_s = time.monotonic(), time.process_time()
     pycomm.barrier()
-    return time.process_time() - before_s
+    spent_s = time.process_time() - before_s
+    return spent_s / max(1.0, time.monotonic() - begin)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS + MPI)
 def test_waiting_burns_no_core(transport: str) -> None:
-    spent_s = run_ranks(RANKS, wait_for_a_sleeper, transport=transport)
-    assert max(spent_s) < 0.2, spent_s  # of a second; how little it really is, benchmarks/faults.py says
+    shares = run_ranks(RANKS, wait_for_a_sleeper, transport=transport)
+    assert max(shares) < 0.2, shares  # how little it really is, benchmarks/faults.py says
 
 
 def break_in_own_code(rank: int) -> None:
@@ -77,10 +78,13 @@ def test_an_exception_in_one_ranks_code_is_an_error_in_the_others(transport: str
 
 def run_out_of_time(rank: int) -> None:
     check_sum()
+    told = pycomm.new_group(range(3))
     if rank == VICTIM:
-        time.sleep(0.6)
+        pycomm.recv(torch.empty(1), 0, group=told)  # which says that its time was over
     with pytest.raises(CollectiveTimeoutError) as caught:
         pycomm.all_reduce(torch.ones(200_000), timeout=0.2 if rank == 0 else None)
+    if rank == 0:
+        pycomm.send(torch.ones(1), VICTIM, group=told)
     assert ("within 0.2 s" if rank == 0 else "rank 0") in str(caught.value)
     group = pycomm.new_group(range(3))
     check_sum(group)

@@ -32,7 +32,7 @@ def count_errors(settings: str, folder: Path) -> int:
         assert not os.environ.get("CI"), "CI must check the model: apt install spin"
         pytest.skip("SPIN, the model checker, is not installed: apt install spin")
     definitions = [f"-D{each}" for each in settings.split()]
-    subprocess.run(["spin", "-a", *definitions, str(MODEL)], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["spin", "-a", *definitions, str(MODEL)], cwd=folder, check=True, capture_output=True, timeout=200)
     compiler = os.environ.get("CC", "gcc")
     flags = ["-O2", "-w", "-DSAFETY", "-DCOLLAPSE", "-DVECTORSZ=2048", "-DMEMLIM=4000"]
     subprocess.run([compiler, *flags, "-o", "pan", "pan.c"], cwd=folder, check=True, timeout=120)

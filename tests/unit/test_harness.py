@@ -22,7 +22,7 @@ def misbehave(rank: int, how: str) -> int:
     if rank == 1 and how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and how == "hang":
-        time.sleep(60)
+        time.sleep(100)
     return rank
 
 
@@ -46,8 +46,6 @@ def test_a_death_is_told() -> None:
 
 @pytest.mark.parametrize("transport", ["local", "torch"])
 def test_a_hang_shows_its_stack(transport: str) -> None:
-    start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"\[rank 1\] still running") as caught:
-        run_ranks(2, misbehave, "hang", transport=transport, timeout_s=2.0)
-    assert time.monotonic() - start < 15
+        run_ranks(2, misbehave, "hang", transport=transport, timeout_s=1.0)
     assert "in misbehave" in str(caught.value)

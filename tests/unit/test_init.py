@@ -96,7 +96,7 @@ def errors_of_ranks_that_meet(*asking: tuple[str, Table]) -> list[CollectiveMism
 
     def join(rank: int, transport: str, table: Table) -> None:
         try:
-            exchange_hosts(store, rank, len(asking), transport, table, 5.0)
+            exchange_hosts(store, rank, len(asking), transport, table, 60.0)
         except CollectiveMismatchError as error:
             errors.append(error)
 
@@ -104,7 +104,7 @@ def errors_of_ranks_that_meet(*asking: tuple[str, Table]) -> list[CollectiveMism
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     return errors
 
 
@@ -165,7 +165,11 @@ def test_it_says_what_it_found_when_asked() -> None:
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     for level, expected in (("info", ["launcher none: rank 0 of 1", "joined by transport local"]), ("", [])):
         result = subprocess.run(
-            [sys.executable, "-c", code], env={**clean, "PYCOMM_LOG": level}, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code],
+            env={**clean, "PYCOMM_LOG": level},
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert result.stdout == "1\n", result.stderr
         assert bool(result.stderr) == bool(expected), result.stderr
@@ -197,7 +201,7 @@ def test_joins_an_initialized_torch_distributed() -> None:
         for rank in range(2)
     ]
     for process in ranks:
-        _, errors = process.communicate(timeout=90)
+        _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors
 
 

@@ -84,7 +84,7 @@ def test_timeout_says_what_was_waited_for() -> None:
         CollectiveTimeoutError, match="rank 0 waited 0.05 s for a message of 4 bytes from rank 1 with tag 3"
     ):
         a.irecv(torch.zeros(1), 1, tag=3).wait(0.05)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start >= 0.05
 
 
 def test_a_lost_rank_wakes_those_who_wait_for_it() -> None:
@@ -148,11 +148,9 @@ def one_raises(rank: int) -> None:
 
 
 def test_a_rank_that_raises_fails_the_others_call() -> None:
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(3, one_raises, transport="local", timeout_s=30)
+        run_ranks(3, one_raises, transport="local")
     text = str(caught.value)
-    assert time.monotonic() - start < 10
     assert "[rank 1] Traceback" in text and "rank 1 has had enough" in text
     assert "PeerLostError: [all_reduce, call 1, group 'world', rank 0 of 3] rank 1 is gone" in text
 
@@ -165,4 +163,4 @@ def add_up(rank: int) -> float:
 
 
 def test_a_world_of_64() -> None:
-    assert run_ranks(64, add_up, transport="local", timeout_s=60) == [64 * 63 / 2] * 64
+    assert run_ranks(64, add_up, transport="local") == [64 * 63 / 2] * 64

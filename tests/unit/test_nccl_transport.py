@@ -23,7 +23,7 @@ SIZES = (0, 1, 1009)
 WORLDS = (1, 2, 3)
 
 
-def run(world_size: int, body: Callable[[nccl.NcclTransport], Any], timeout_s: float = 20.0) -> list[Any]:
+def run(world_size: int, body: Callable[[nccl.NcclTransport], Any], timeout_s: float = 60.0) -> list[Any]:
     """Returns ``body(transport)`` of each rank, a thread; the transport is closed afterwards."""
     worlds: dict[Any, Any] = {}
     store = dist.HashStore()
@@ -50,7 +50,7 @@ def run(world_size: int, body: Callable[[nccl.NcclTransport], Any], timeout_s: f
     return results
 
 
-def alone(timeout_s: float = 20.0) -> tuple[nccl.NcclTransport, Fake]:
+def alone(timeout_s: float = 60.0) -> tuple[nccl.NcclTransport, Fake]:
     """A world of one, and its fake."""
     fake = Fake({})
     spec = ConnectSpec(rank=0, world_size=1, store=dist.HashStore(), host_ids=("host",), timeout_s=timeout_s)
@@ -155,7 +155,7 @@ def test_two_that_both_send_first() -> None:
         sends = [transport.isend(torch.full((100,), float(10 * transport.rank + tag)), peer, tag) for tag in (1, 2)]
         receives = [transport.irecv(received[tag - 1], peer, tag) for tag in (1, 2)]
         for request in (*sends, *receives):
-            request.wait(10)
+            request.wait(60)
         assert torch.equal(received[:, 0], torch.tensor([10.0 * peer + 1, 10.0 * peer + 2]))
         return transport._library.group_sizes
 

@@ -89,7 +89,7 @@ def calls_that_cannot_be(rank: int) -> list[str]:
 
 
 def test_calls_that_cannot_be_are_refused_on_every_rank() -> None:
-    for said in run_ranks(3, calls_that_cannot_be, transport="local", timeout_s=20):
+    for said in run_ranks(3, calls_that_cannot_be, transport="local"):
         assert "unknown algorithm 'rign'; known: auto, native, direct" in said[0]
         assert "does not carry all_reduce SUM" in said[1] and "unknown algorithm 3" in said[2]
         assert "recursive_doubling has no plan of broadcast for 3 ranks on one host" in said[4]

@@ -160,4 +160,4 @@ def reduce_view(rank: int, shape: tuple[int, ...], order: tuple[int, ...], slice
 @settings(max_examples=60)
 @given(views())
 def test_any_view(case: tuple[tuple[int, ...], tuple[int, ...], list[slice]]) -> None:
-    run_ranks(3, reduce_view, *case, transport="local", timeout_s=20)
+    run_ranks(3, reduce_view, *case, transport="local")

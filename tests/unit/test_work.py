@@ -11,7 +11,7 @@ import torch
 
 import pycomm
 from harness import run_ranks
-from pycomm import CollectiveTimeoutError, PeerLostError
+from pycomm import CollectiveTimeoutError, ConfigError, PeerLostError
 from pycomm.collectives.work import Work
 from pycomm.transport.local import LocalWorld
 
@@ -93,7 +93,7 @@ def failing_calls(rank: int) -> None:
 
 
 def test_asynchronous_failures() -> None:
-    run_ranks(2, failing_calls, transport="local", timeout_s=20)
+    run_ranks(2, failing_calls, transport="local")
 
 
 def calls_from_a_callback(rank: int) -> None:
@@ -102,20 +102,23 @@ def calls_from_a_callback(rank: int) -> None:
 
     group = pycomm.new_group()
     assert isinstance(group, pycomm.Group)
-    gate = threading.Event()
+    may_begin, may_end = threading.Event(), threading.Event()
+    group.add_start_hook(lambda _verb, _seq: may_begin.wait(100))  # until the callbacks are there
     work = pycomm.barrier(group, async_op=True)
     assert work is not None
-    following = work.then(lambda _: gate.wait(5)).then(again)
+    following = work.then(lambda _: may_end.wait(100)).then(again)
+    may_begin.set()
     last = pycomm.barrier(group, async_op=True)
-    gate.set()
+    may_end.set()
     assert last is not None
     last.wait()
-    if following.exception() is not None:  # it ran on the worker thread, which would have waited for itself
-        assert "callback" in str(following.exception())
+    # It ran on the worker thread, which would have waited for itself.
+    with pytest.raises(ConfigError, match="callback"):
+        following.wait()
 
 
 def test_a_callback_cannot_deadlock_its_group() -> None:
-    run_ranks(2, calls_from_a_callback, transport="local", timeout_s=20)
+    run_ranks(2, calls_from_a_callback, transport="local")
 
 
 def times_out(rank: int) -> None:
@@ -128,4 +131,4 @@ def times_out(rank: int) -> None:
 
 
 def test_timeout_of_one_call() -> None:
-    run_ranks(2, times_out, transport="local", timeout_s=20)
+    run_ranks(2, times_out, transport="local")
