@@ -47,7 +47,8 @@ class Call(NamedTuple):
     """One call of a verb, ready to run.
 
     First its ``collectives``, in order, then ``finishes``; ``result`` is what its handle returns. ``is_agreed``: the
-    ranks have compared already that all make this call.
+    ranks have compared already that all make this call. ``follow_up(timeout_s)`` exchanges what depends on the results
+    of the collectives, such as what they told of sizes.
     """
 
     verb: str
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     result: Any = None
     parts: Sequence[Part] = ()
     is_agreed: bool = False
+    follow_up: Callable[[float], None] | None = None
 
 
 class Group(Observed):
@@ -311,6 +313,8 @@ class Group(Observed):
             else:
                 for collective, choice in zip(call.collectives, choices, strict=True):
                     self.engine.run(collective, choice, timeout_s, call.is_agreed)
+            if call.follow_up is not None:
+                call.follow_up(timeout_s)
             self._show_data(call, True)
             is_done = True
         finally:

@@ -25,6 +25,7 @@ from ..ops.reduce import reduce_supported
 from ..types import ReduceOp
 from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve, root_rank, state
 from .group import Call, Group
+from .sparse import all_reduce_sparse
 from .tensors import Flat, as_tensor, check_in_place, flatten
 from .work import Work
 
@@ -65,7 +66,10 @@ def _with_short_cut(name: str, takes_group: bool = True) -> Callable[[_Function]
 def all_reduce(
     tensor: Any, op: OpLike = ReduceOp.SUM, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Work | None:
-    """Reduces ``tensor`` over all ranks, in place on every rank. 16- and 8-bit floats accumulate in float32."""
+    """Reduces ``tensor`` over all ranks, in place on every rank. 16- and 8-bit floats accumulate in float32.
+
+    It may be a sparse COO tensor, with SUM or AVG: afterwards it has the entries of all ranks, coalesced.
+    """
     return _all_reduce(tensor, op, resolve(group), async_op, parse_options(**options))
 
 
@@ -228,6 +232,9 @@ def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Opti
         reduce_op, factor = parse_op(op)
         if _is_plain(async_op, options, reduce_op) and g.fast_all_reduce(tensor, reduce_op):
             return None
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
+            check_op(tensor.dtype, reduce_op)
+            return all_reduce_sparse(tensor, reduce_op, g, async_op, options)
         t = as_tensor(tensor, "tensor", writes=True)
         check_op(t.dtype, reduce_op)
         flat = flatten(t, reads=True, writes=True, devices=g.transport.devices)

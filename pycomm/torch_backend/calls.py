@@ -36,7 +36,9 @@ __all__ = ["Calls"]
 
 _MIN_COMPRESSED_NUMEL = 2048  # below, the bytes saved are nothing beside the call itself
 _COMPRESSIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_SUM, _AVG, _UNSET = c10d.ReduceOp.SUM, c10d.ReduceOp.AVG, c10d.AllreduceOptions().timeout
+_SUM, _AllreduceOptions = c10d.ReduceOp.SUM, c10d.AllreduceOptions
+_UNSET = _AllreduceOptions().timeout
+_AT_ONCE = {hash(op): parse_op(op)[0] for op in (_SUM, c10d.ReduceOp.AVG, c10d.ReduceOp.MAX, c10d.ReduceOp.MIN)}
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -54,6 +56,7 @@ class Calls:
     def _set_up(self, group: Group, options: Options) -> None:
         self.group = group
         self.pycomm_options = options
+        self._is_plain = options.compression is None
         self._lock = threading.Lock()
         self._tellers = Tellers()
         self._sequence_number = 0
@@ -73,7 +76,7 @@ class Calls:
             is_here = not is_async and self._coalesced is None and self.group.is_idle
             made = call(not is_here)
             if made is None:
-                return DONE if is_here else CallWork((), tensors)
+                return CallWork((), tensors, self._tellers)
             work = CallWork(made if isinstance(made, list) else [made], tensors, self._tellers)
             if self._coalesced is not None:
                 self._coalesced.append(work)
@@ -87,28 +90,27 @@ class Calls:
         spec = self.pycomm_options.compression
         if spec is None or op not in (ReduceOp.SUM, ReduceOp.AVG):
             return None
-        is_large = tensor.numel() >= _MIN_COMPRESSED_NUMEL and tensor.dtype in _COMPRESSIBLE
+        is_large = tensor.numel() >= _MIN_COMPRESSED_NUMEL and tensor.dtype in _COMPRESSIBLE and not tensor.is_sparse
         return spec if is_large else None
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> CallWork:
         """Reduces in place."""
-        if type(opts) is c10d.AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and not is_profiling():
-            # Of the operators the most frequent alone: to ask for others takes longer than the collective.
-            reduce_op: Any = opts.reduceOp
-            op = ReduceOp.SUM if reduce_op == _SUM else ReduceOp.AVG if reduce_op == _AVG else None
-            if op is not None and self._all_reduce_at_once(tensors[0], op, opts):
+        if type(opts) is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1:
+            # By its hash, which is its number: to compare torch's operators takes longer than the collective.
+            at_once = _AT_ONCE.get(hash(opts.reduceOp))
+            if at_once is not None and self._all_reduce_at_once(tensors[0], at_once, opts):
                 return DONE
         return self.allreduce_coalesced(tensors, opts if op is None else op, timeout)
 
     def _all_reduce_at_once(self, tensor: torch.Tensor, op: ReduceOp, opts: Any) -> bool:
         """Takes the transport's short cut, if there is one and nothing stands in its way."""
-        is_plain = self.pycomm_options.compression is None and opts.timeout == _UNSET
+        if not self._is_plain or opts.timeout != _UNSET or is_profiling():
+            return False
         with self._lock:
-            if not is_plain or self._coalesced is not None or not self.group.is_idle:
-                return False
-            if not self.group.fast_all_reduce(tensor, op):
+            # While asynchronous calls are outstanding, the group has no short cuts.
+            if self._coalesced is not None or not self.group.fast_all_reduce(tensor, op):
                 return False
             self._sequence_number += 1
             return True

@@ -140,7 +140,19 @@ class CallWork(TorchWork):
         tell()
 
 
-DONE = CallWork((), ())
+class _DoneWork(CallWork):
+    """Of every call that was over when it returned: torch waits for it all the same. It knows no tensors."""
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+        """Returns True."""
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        """Raises RuntimeError."""
+        raise RuntimeError("a synchronous call of backend 'pycomm' has no future; make it with asyncOp=True")
+
+
+DONE = _DoneWork((), ())
 
 
 def joined_work(works: Sequence[CallWork]) -> CallWork:

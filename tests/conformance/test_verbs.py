@@ -30,6 +30,30 @@ def all_reduce(numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | No
     return buffer.flat
 
 
+def all_reduce_sparse(rows: int, dtype: torch.dtype, is_average: bool, wrong: list[str]) -> torch.Tensor:
+    """Rank r has r + 1 entries and its first one twice, some where other ranks have one; rank 1 has none."""
+    rank, n = pycomm.rank(), pycomm.world_size()
+    op, shape = ReduceOp.AVG if is_average else ReduceOp.SUM, (rows, 3, 2)
+    inputs = []
+    for r in range(n):
+        entries = torch.arange(r + 1) if r != 1 else torch.arange(0)
+        indices = torch.stack([(entries * 3 + r) % rows, entries % 3])
+        indices = torch.cat([indices, indices[:, :1]], 1)
+        values = contribution(r, n, 2 * indices.shape[1], dtype, op).view(-1, 2)
+        inputs.append(torch.sparse_coo_tensor(indices, values, shape, check_invariants=True))
+    sparse = inputs[rank].clone()
+    work = pycomm.all_reduce(sparse, op, async_op=is_average)
+    if work is not None:
+        work.wait()
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    expected = sum(each.to_dense().to(wide) for each in inputs) / (n if is_average else 1)  # type: ignore[attr-defined]
+    if not torch.equal(sparse.to_dense(), expected.to(dtype)):
+        wrong.append(f"got {sparse}, expected {expected}")
+    if not sparse.is_coalesced():
+        wrong.append("the result is not coalesced")
+    return torch.cat([sparse.indices().view(-1).view(torch.uint8), sparse.values().view(-1).view(torch.uint8)])
+
+
 def reduce(numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | None, wrong: list[str]) -> None:
     rank, n = pycomm.rank(), pycomm.world_size()
     inputs = [contribution(r, n, numel, dtype, op) for r in range(n)]
@@ -181,6 +205,10 @@ def reduction_cases() -> Iterator[Case]:
             yield partial(all_reduce, numel, torch.bfloat16, ReduceOp.AVG, algorithm)
             yield partial(reduce, numel, torch.float32, ReduceOp.MAX, algorithm)
             yield partial(reduce_scatter_single, numel, torch.float16, ReduceOp.SUM, algorithm)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+        yield partial(all_reduce_sparse, 7, dtype, False)
+    for dtype in (torch.float16, torch.float64):
+        yield partial(all_reduce_sparse, 4097, dtype, True)
     for numel in SWEEP:
         yield partial(reduce_scatter_in_place, numel, torch.float32, ReduceOp.SUM)
         yield partial(reduce_scatter, numel, torch.float32, ReduceOp.SUM, True)

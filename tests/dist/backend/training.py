@@ -99,6 +99,21 @@ def case_ddp_with_batch_norm() -> None:
         assert synced is not None
 
 
+def case_ddp_with_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(20, WIDTH, sparse=True), nn.Linear(WIDTH, 2))
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    words = [torch.arange(12).view(4, 3) * (each + 3) % 20 for each in range(world())]
+    torch.stack([model(each).square().mean() for each in words]).mean().backward()
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(words[rank()]).square().mean().backward()
+        for mine, expected in zip(ddp.parameters(), model.parameters(), strict=True):
+            assert mine.grad is not None and mine.grad.layout == expected.grad.layout  # type: ignore[union-attr]
+            torch.testing.assert_close(mine.grad.to_dense(), expected.grad.to_dense())  # type: ignore[union-attr]
+        check_equal_ranks(ddp.module[0].weight.grad.to_dense())
+
+
 def case_ddp_with_unused_parameters() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -73,6 +73,20 @@ def case_all_reduce() -> None:
     assert alone.item() == 3 * world()
 
 
+def case_all_reduce_of_sparse_tensors() -> None:
+    def sparse(of_rank: int) -> torch.Tensor:
+        return (data(of_rank, 24).view(6, 4) - 1).to_sparse(1)
+
+    expected = sum(sparse(each).to_dense() for each in range(world()))
+    for is_async in (False, True):
+        tensor = sparse(rank())
+        work = dist.all_reduce(tensor, async_op=is_async)
+        if work is not None:
+            (result,) = work.get_future().wait()
+            assert torch.equal(result.to_dense(), expected)
+        assert tensor.is_sparse and torch.equal(tensor.to_dense(), expected)
+
+
 def case_reduce() -> None:
     for root in range(world()):
         tensor = data(rank())
