@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-__all__ = ["machine_facts"]
+__all__ = ["StolenTime", "machine_facts"]
 
 
 def _read(path: str) -> str:
@@ -27,6 +27,24 @@ def _cpu_model() -> str:
 def _chosen(setting: str) -> str:
     """Returns the word in brackets of a sysfs choice such as ``always [madvise] never``."""
     return setting.partition("[")[2].partition("]")[0]
+
+
+class StolenTime:
+    """How much of this virtual machine's time its hypervisor gave to others, since this was made."""
+
+    def __init__(self) -> None:
+        self._stolen, self._total = self._read()
+
+    def share(self) -> float:
+        """Returns the stolen share of all cores' time, from 0 to 1; 0 where the system does not count it."""
+        stolen, total = self._read()
+        return (stolen - self._stolen) / max(1, total - self._total)
+
+    @staticmethod
+    def _read() -> tuple[int, int]:
+        # proc(5): user nice system idle iowait irq softirq steal; guest time is part of user time
+        ticks = [int(field) for field in _read("/proc/stat").partition("\n")[0].split()[1:9]]
+        return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
 
 
 def machine_facts() -> dict[str, Any]:
