@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -24,30 +24,29 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Roster:
-    """The parameters that ``module`` has now, and whether each is trained."""
+    """The parameters that a model has, by name, and whether each is trained. ``named`` gives those that it has now."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
+        self._named = named
         self._known = self._now()
-        self._is_trained = dict(self._known)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._is_trained
+        return id(parameter) in self._known
 
     def change(self) -> str:
         """Returns what has changed since then, as an error words it; "" if nothing has."""
         now = self._now()
         if now == self._known:
             return ""
-        named = self._module.named_parameters()
-        changed = [name for name, p in named if self._is_trained.get(id(p)) != p.requires_grad]
+        names = {name for name, _ in {*now.values()} ^ {*self._known.values()}}
+        names |= {now[key][0] for key in now.keys() - self._known.keys()}  # replaced under the same name
         return (
-            f"expected {len(self._known)}, got {len(now)}; new, replaced, or with another requires_grad: "
-            f"{', '.join(changed[:_NAMED]) or 'none, but some are gone'}"
+            f"expected {len(self._known)}, got {len(now)}; new, replaced, gone, or with another requires_grad: "
+            f"{', '.join(sorted(names)[:_NAMED])}"
         )
 
-    def _now(self) -> list[tuple[int, bool]]:
-        return [(id(p), p.requires_grad) for p in self._module.parameters()]
+    def _now(self) -> dict[int, tuple[str, bool]]:
+        return {id(parameter): (name, parameter.requires_grad) for name, parameter in self._named()}
 
 
 def check_same_model(

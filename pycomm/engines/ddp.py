@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 import pycomm
 
-from ..errors import CollectiveMismatchError, ConfigError
+from ..errors import ConfigError
 from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
-from ..reducer.reduce import Wire
+from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
 from ._agreement import Roster, check_same_model, trained_parameters
 from ._buffers import average_tensors, broadcast_tensors
@@ -77,7 +77,7 @@ class DistributedDataParallel(nn.Module):
             finds_unused=find_unused_parameters,
             is_static=static_graph,
         )
-        self._roster = Roster(module)
+        self._roster = Roster(module.named_parameters)
         self._join: Join | None = None
         self.sync_parameters()
         keep_names(self)
@@ -186,8 +186,7 @@ class DistributedDataParallel(nn.Module):
         change = self._roster.change()
         if not change:
             return
-        with contextlib.suppress(CollectiveMismatchError):
-            pycomm.barrier(self.group)  # ranks that go on do not wait for this one: they get that error in their call
+        refuse(self.reducer.wire)
         raise ConfigError(
             f"forward: the module's parameters are not those that DistributedDataParallel was made with: {change}. "
             f"Wrap the module again after changing it"

@@ -5,6 +5,7 @@
     tensor on each rank         ->  its sum over the ranks, in place             ``start_sum``
 
 And back: every rank's part of the parameters -> all of them, on all ranks       ``start_gather``
+A rank that cannot make the step lets the others know                            ``refuse``
 
 The division by the number of ranks happens here (op AVG) and nowhere else. Everything a rank must know to take part
 follows from the sizes: none asks another.
@@ -12,6 +13,7 @@ follows from the sizes: none asks another.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +21,9 @@ import torch
 
 import pycomm
 
-__all__ = ["Named", "Waitable", "Wire", "start_gather", "start_mean", "start_scatter_mean", "start_sum"]
+from ..errors import CollectiveMismatchError
+
+__all__ = ["Named", "Waitable", "Wire", "refuse", "start_gather", "start_mean", "start_scatter_mean", "start_sum"]
 
 _URGENT = 1  # parameters are waited for by the next layer, gradients by the optimizer
 
@@ -114,6 +118,18 @@ def start_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor, name: str)
         return pycomm.all_gather_single(full, shard, group, **options)
 
     return _start(wire, gather, name, _URGENT, (full, shard))
+
+
+def refuse(wire: Wire) -> None:
+    """Makes a call that fits none of the others', whose own then raises, where it would wait for this rank.
+
+    For a rank that is about to raise. Returns once the others have come; if all of them refuse, at once.
+    """
+    with contextlib.suppress(CollectiveMismatchError):
+        if wire.stream is None:
+            pycomm.barrier(wire.group)
+        else:
+            wire.stream.submit(pycomm.barrier).wait()
 
 
 def _start(

@@ -568,6 +568,14 @@ def mistakes_job(rank: int) -> None:
     fsdp.module.register_parameter("late", nn.Parameter(torch.zeros(1)))
     with pytest.raises(pycomm.ConfigError, match="late.*Change a module before"):
         fsdp(torch.ones(1, 2))
+    for layer in (nn.LayerNorm, nn.BatchNorm1d):  # without buffers, which are sent before parameters, and with
+        for overlap in (False, True):
+            changed = wrap(nn.Sequential(nn.Linear(2, 2), layer(2)), overlap=overlap)
+            if rank == 1:
+                changed.module.register_parameter("late", nn.Parameter(torch.zeros(1)))
+            error = pycomm.ConfigError if rank == 1 else pycomm.CollectiveMismatchError
+            with pytest.raises(error, match="barrier" if rank != 1 else "late"):
+                changed(torch.ones(3, 2))
 
 
 def test_mistakes_are_errors_on_every_rank() -> None:

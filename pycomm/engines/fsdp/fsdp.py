@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
-from ...reducer.reduce import Wire, start_sum
+from ...reducer.reduce import Wire, refuse, start_sum
 from .._agreement import Roster, check_same_model
 from .._buffers import average_tensors, broadcast_tensors
 from .._names import keep_names
@@ -105,7 +105,7 @@ class FullyShardedDataParallel(nn.Module):
             finds_unused=find_unused_parameters,
             around=self._around_forward,
         )
-        self._roster = Roster(module)
+        self._roster = Roster(module.named_parameters)
         self._measures_activations = measures_activations
         self._is_offloaded = offload is not None
         counting = register_optimizer_step_post_hook(partial(_count_optimizer, weakref.ref(self)))
@@ -173,14 +173,12 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
-        self._check_unchanged()
-        if torch.is_grad_enabled() and self.module.training and self._passes.is_enabled:
-            buffers = list(self.module.buffers())
-            for group in self._ranks.groups if buffers else ():
-                if self.buffers_mode == "broadcast":
-                    broadcast_tensors(buffers, group)
-                elif self.buffers_mode == "average":
-                    average_tensors(buffers, group)
+        is_communicating = torch.is_grad_enabled() and self.module.training and self._passes.is_enabled
+        self._check_unchanged(is_communicating)
+        if is_communicating and self._makes_buffers_equal:
+            make_equal = broadcast_tensors if self.buffers_mode == "broadcast" else average_tensors
+            for group in self._ranks.groups:
+                make_equal(self.module.buffers(), group)
         if not self._measures_activations:
             yield
             return
@@ -285,19 +283,27 @@ class FullyShardedDataParallel(nn.Module):
         tensors = (each for state in states for each in state.values() if isinstance(each, torch.Tensor))
         self._ledger.put("optimizer", sum(each.nbytes for each in tensors), is_host=self._is_offloaded)
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, is_communicating: bool) -> None:
         strays = [name for unit in self.units for flat in unit.flats for name in flat.strays()]
+        change = self._roster.change()
+        if not strays and not change:
+            return
+        wire = self._ranks.shards or self._ranks.replicas
+        if is_communicating and wire is not None:
+            refuse(wire._replace(stream=None) if self._makes_buffers_equal else wire)  # what the others call first
         if strays:
             raise ConfigError(
                 f"forward: parameters were given other memory, by module.to() or .data: {', '.join(strays[:8])}; "
                 f"expected them in their shards. Move and cast a module before it is sharded; change values by copy_"
             )
-        change = self._roster.change()
-        if change:
-            raise ConfigError(
-                f"forward: the module's parameters are not those that were sharded: {change}. Change a module before "
-                f"it is sharded"
-            )
+        raise ConfigError(
+            f"forward: the module's parameters are not those that were sharded: {change}. Change a module before it "
+            f"is sharded"
+        )
+
+    @property
+    def _makes_buffers_equal(self) -> bool:
+        return self.buffers_mode is not None and next(self.module.buffers(), None) is not None
 
 
 def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullyShardedDataParallel:

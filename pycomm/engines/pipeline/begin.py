@@ -14,12 +14,11 @@ import torch
 import pycomm
 
 from ...errors import ConfigError
+from .._agreement import Roster
 from .actions import Schedule
 from .stage import Stage
 
 __all__ = ["StepCheck"]
-
-_NAMED = 8  # of the parameters that an error names
 
 
 class StepCheck:
@@ -30,7 +29,7 @@ class StepCheck:
     ) -> None:
         """``stages`` are those of this rank of ``group``; ``beside`` is the group of the other batches."""
         self._schedule, self._stages, self._group, self._beside = schedule, stages, group, beside
-        self._known = {id(p): (name, p.requires_grad) for name, p in self._parameters()}
+        self._roster = Roster(self._parameters)
 
     def agree(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> None:
         """Returns if all ranks can begin; raises ConfigError, on every rank, with what each of them lacks."""
@@ -64,14 +63,12 @@ class StepCheck:
         return f"{what}: holds stage {stage} and expected a batch that {number} microbatches divide, got {got}"
 
     def _of_parameters(self) -> str:
-        now = {id(p): (name, p.requires_grad) for name, p in self._parameters()}
-        if now == self._known:
+        change = self._roster.change()
+        if not change:
             return ""
-        names = [name for name, _ in {*now.values()} ^ {*self._known.values()}]
-        names += [now[key][0] for key in now.keys() - self._known.keys()]
         return (
-            f"the parameters are not those that Pipeline was made with: new, replaced, gone, or with another "
-            f"requires_grad: {', '.join(sorted(set(names))[:_NAMED])}; make the Pipeline again after changing them"
+            f"the parameters are not those that Pipeline was made with: {change}; make the Pipeline again after "
+            f"changing them"
         )
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
