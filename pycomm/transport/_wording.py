@@ -174,7 +174,7 @@ def timed_out(place: Place | str, limit_s: float, awaited: str = "", is_broken: 
     return _located(
         CollectiveTimeoutError(
             f"{place}: did not finish within {limit_s:.3g} s{whom}; see whether every rank makes the same calls, or "
-            f"pass a longer timeout={after}{_explained(place, 'timeout')}"
+            f"pass a longer timeout (seconds){after}{_explained(place, 'timeout')}"
         )
     )
 
