@@ -10,7 +10,7 @@ VENV   ?= .venv
 bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Most tests wait more than they compute, so three workers share two cores; a file is one worker's. WORKERS= for none.
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: run test test-torch-versions peers lint gpu-check wheel clean setup
@@ -77,4 +77,5 @@ $(VENV)/.stamp-spin: $(VENV)/.stamp-created
 
 $(VENV)/.stamp-built: $(VENV)/.stamp-packages setup.py pycomm/ops/_torch_build.py $(native_sources)
 	$(bin)/python -m pip install -c constraints.txt --no-build-isolation --editable '.[dev,mpich,examples]'
+	$(bin)/python -m compileall -q pycomm  # what an editable install leaves out, and each of many processes would do
 	touch $@

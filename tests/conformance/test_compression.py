@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pycomm
 from harness import run_ranks, transport_params
 from pycomm import CollectiveMismatchError, ConfigError, ReduceOp, TransportError, compression
 from pycomm.algorithms.executor import Collective
+from pycomm.collectives import auto_compression, group_compression
 from pycomm.collectives.auto_compression import STATEFUL, STATELESS, WARM_UP_CALLS, _decide
 from pycomm.collectives.compressed import Squeezed
 from pycomm.collectives.context import resolve
@@ -91,7 +92,7 @@ def both(rank: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("transport", transport_params())
 def test_laws(transport: str, world_size: int) -> None:
-    outcomes = run_ranks(world_size, both, transport=transport, timeout_s=100)
+    outcomes = run_ranks(world_size, both, transport=transport)
     for checksums, _ in outcomes:
         different = [key for key, value in checksums.items() if value != outcomes[0][0][key]]
         assert not different
@@ -309,18 +310,16 @@ def break_in_the_middle(rank: int) -> str:
     pycomm.all_reduce(torch.ones(97), compression="int8")
     flat = torch.ones(6_000_000)  # several segments
     with pytest.raises((RuntimeError, TransportError)) as told:
-        pycomm.all_reduce(flat, compression=compressor, timeout=20)
+        pycomm.all_reduce(flat, compression=compressor, timeout=60)
     with pytest.raises(TransportError):
-        pycomm.all_reduce(flat, compression="int8", timeout=20)
+        pycomm.all_reduce(flat, compression="int8", timeout=60)
     return str(told.value)
 
 
 def test_a_rank_that_fails_between_hosts_is_told_to_all() -> None:
-    start_s = time.monotonic()
     told = run_ranks(4, break_in_the_middle, transport="torch")
     assert told[3] == "the codec broke"
-    assert all(told[:3])
-    assert time.monotonic() - start_s < 30
+    assert all(text and "within" not in text for text in told[:3]), told  # told, and not by running out of time
 
 
 def ask_for_hosts(rank: int) -> None:
@@ -332,15 +331,34 @@ def test_hierarchical_on_one_host_is_refused() -> None:
     run_ranks(2, ask_for_hosts, transport="shm")
 
 
+class Clock(threading.local):
+    """A clock of each thread's own, which stands still but for what it is told: a busy machine moves the real one."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+    def perf_counter_ns(self) -> int:
+        return round(self.perf_counter() * 1e9)
+
+
+CLOCK = Clock()
+TIMED = (auto_compression, group_compression)
+
+
 def slow_link(rank: int, seconds_per_byte: float, seconds_per_payload: float) -> list[str]:
     """auto on a link whose time is known: ordinary collectives cost one thing a byte, payloads may cost more."""
+    for module in TIMED:
+        vars(module)["time"] = CLOCK  # as the test has done for its own process
     group = resolve(None)
     run = group.engine.run
 
     def delayed(call: Any, *arguments: Any) -> None:
         if call.input is not None and call.input.numel() > 1000:
             is_payload = call.input.dtype != torch.float32
-            time.sleep(call.input.nbytes * seconds_per_byte + seconds_per_payload * is_payload)
+            CLOCK.now_s += call.input.nbytes * seconds_per_byte + seconds_per_payload * is_payload
         run(call, *arguments)
 
     group.engine.run = delayed
@@ -355,6 +373,13 @@ def slow_link(rank: int, seconds_per_byte: float, seconds_per_payload: float) ->
     return results + [str(decision) for decision in group.compression.decisions]
 
 
+@pytest.fixture
+def told_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in TIMED:
+        monkeypatch.setattr(module, "time", CLOCK)
+
+
+@pytest.mark.usefixtures("told_time")
 @pytest.mark.parametrize("transport", ["local", "torch"])
 def test_auto_compresses_where_the_link_is_slow(transport: str) -> None:
     told = run_ranks(2, slow_link, 5e-7, 0.0, transport=transport)
@@ -364,6 +389,7 @@ def test_auto_compresses_where_the_link_is_slow(transport: str) -> None:
     assert ": none, because it is below 65536 bytes" in told[0][-1]
 
 
+@pytest.mark.usefixtures("told_time")
 def test_auto_goes_back_to_none_where_a_prediction_was_wrong() -> None:
     told = run_ranks(2, slow_link, 5e-7, 1.0, transport="local")
     assert told[0] == told[1]

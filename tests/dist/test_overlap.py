@@ -33,7 +33,7 @@ def run_streams(rank: int) -> None:
         doubled.wait()
         submitted = stream.submit(lambda group: pycomm.all_reduce(tensors[0], group=group) or "done", hold=tensors[0])
         assert submitted.result() == "done"
-        assert stream.synchronize(10.0)
+        assert stream.synchronize(60.0)
         report = stream.step()
         assert report.comm_s > 0 and report.nbytes >= 4 * 4 * NUMEL and 0 <= report.hidden_share <= 1
         assert stream.step().comm_s == 0
@@ -108,17 +108,17 @@ def observe(rank: int) -> None:
         tensor = torch.tensor([1.0, float("inf") if rank == 0 else 1.0])
         pycomm.all_reduce(tensor)
     assert len(said) == 1 and ("the input" if rank == 0 else "the result") in said[0], said
-    late: list[pycomm.monitor.StragglerReport] = []
-    stop = pycomm.monitor.on_straggler(lambda _name, found: late.append(found))
-    deadline = time.monotonic() + 10
+    late: list[pycomm.monitor.StragglerReport] = []  # those that name rank 1
+    stop = pycomm.monitor.on_straggler(lambda _name, found: late.append(found) if 1 in found.slow_ranks else None)
+    deadline = time.monotonic() + 30
     is_over = torch.zeros(1)
     while not is_over.item():
         if rank == 1:
-            time.sleep(0.002)
+            time.sleep(0.01)
         is_over[0] = float(bool(late) or time.monotonic() > deadline)
         pycomm.all_reduce(is_over, pycomm.ReduceOp.MIN)
     stop()
-    assert late and 1 in late[0].slow_ranks, late
+    assert late
     found = pycomm.monitor.stragglers()
     assert (found is None) == (rank != 0)
     assert found is None or 1 in found.slow_ranks, found

@@ -45,8 +45,8 @@ class Meeting:
 
     def finish(self) -> None:
         """Rank 1 comes, and both hold the same memory."""
-        joined = share_memory(self.store, "host", 1, 2, 20.0)
-        self.thread.join(20.0)
+        joined = share_memory(self.store, "host", 1, 2, 60.0)
+        self.thread.join(60.0)
         assert not self.thread.is_alive()
         assert os.fstat(joined.fd).st_ino == os.fstat(self.result.fd).st_ino
         assert self.result.pids == joined.pids == (os.getpid(), os.getpid())
@@ -97,7 +97,7 @@ def test_hostile_messages_do_not_keep_a_rank_from_joining() -> None:
     assert resident_bytes() - before <= 8 << 20
     begin = time.monotonic()
     meeting.finish()
-    assert time.monotonic() - begin < 10.0, "the silent ones delayed the job"
+    assert time.monotonic() - begin < 30.0, "the silent ones, 40 of them, delayed the job"
     for stranger in silent:
         stranger.close()
     assert len(os.listdir("/proc/self/fd")) <= open_fds
@@ -127,7 +127,7 @@ def test_another_user_cannot_read_join_or_disturb() -> None:
 
     def attack() -> int:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stranger.settimeout(5.0)
+        stranger.settimeout(30.0)
         stranger.connect(meeting.name)
         try:  # with the right token, and a descriptor of a process
             socket.send_fds(stranger, [meeting.token + bytes(135) + b"\1"], [os.pidfd_open(os.getpid())])

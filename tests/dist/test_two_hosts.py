@@ -30,7 +30,7 @@ def hosts() -> Iterator[TwoHosts]:
         yield made
 
 
-def run(hosts: TwoHosts, command: Sequence[str], ranks: Sequence[int], timeout_s: float = 60) -> list[tuple[int, str]]:
+def run(hosts: TwoHosts, command: Sequence[str], ranks: Sequence[int], timeout_s: float = 150) -> list[tuple[int, str]]:
     """Returns (exit code, what it printed) of each rank."""
     processes = hosts.start_job(command, ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + timeout_s
@@ -66,7 +66,7 @@ def test_ranks_on_two_hosts(hosts: TwoHosts, ranks: tuple[int, int]) -> None:
 
 
 def test_a_death_reaches_every_rank(hosts: TwoHosts) -> None:
-    *others, (code, printed) = run(hosts, [*JOB, "die"], (2, 2), timeout_s=40)
+    *others, (code, printed) = run(hosts, [*JOB, "die"], (2, 2))
     assert code == 9, printed
     assert [report["rank"] for report in reports(others)] == [0, 1, 2]
 
@@ -82,7 +82,7 @@ def test_exit_codes(hosts: TwoHosts) -> None:
 def test_the_benchmark_runs_a_command_on_both() -> None:
     script = "import os, socket; os.environ['GROUP_RANK'] == socket.gethostname()[-1] or os._exit(3)"
     command = [sys.executable, str(BENCHMARK), "--rate", "100mbit", "--", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -90,7 +90,8 @@ def test_the_benchmark_runs_a_command_on_both() -> None:
 def test_nothing_is_left_behind(how: signal.Signals) -> None:
     """Whatever ends the program, the hosts and the ranks on them end with it."""
     script = (
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background jobs ignore
         "from pycomm.launch.two_hosts import TwoHosts\n"
         "with TwoHosts() as hosts:\n"
         "    started = hosts.start_job(['sleep', '1000'])\n"
@@ -104,8 +105,11 @@ def test_nothing_is_left_behind(how: signal.Signals) -> None:
         assert len(pids) == 6
         pidfds = [os.pidfd_open(pid) for pid in pids]
         program.send_signal(how)
-        program.wait(10)
-    deadline = time.monotonic() + 10
+        try:
+            program.wait(60)
+        finally:
+            program.kill()
+    deadline = time.monotonic() + 60
     for pid, pidfd in zip(pids, pidfds, strict=True):
         while not _has_ended(pidfd):
             assert time.monotonic() < deadline, f"process {pid} is still there"
