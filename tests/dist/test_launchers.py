@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ HAS_MPI = MPIRUN is not None and importlib.util.find_spec("mpi4py") is not None
 needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="mpirun or mpi4py is not installed: pip install 'pycomm[mpich]'")
 
 
-def start(command: list[str], timeout_s: float = 90, **environ: str) -> subprocess.CompletedProcess[str]:
+def start(command: list[str], timeout_s: float = 200, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs ``command`` with no launcher's variables but ``environ``."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     return subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -84,21 +83,17 @@ def test_pycomm_run(tmp_path: Path) -> None:
     assert "rank 1 of 2 meets the others at the store of `pycomm run`" in done.stderr
 
 
-def test_pycomm_run_of_a_module_with_three_ranks() -> None:
-    command = [str(BIN / "pycomm"), "run", "-n", "3", "-m", "jobs.reduce", "torch"]
-    done = start(command, PYTHONPATH=str(JOBS.parent), OMP_NUM_THREADS="1")
-    check(reports(done), 3, ["torch"])
+def test_pycomm_run_of_a_module_with_three_ranks_beside_torch_distributed() -> None:
+    path = os.pathsep.join([str(JOBS.parent), os.environ.get("PYTHONPATH", "")])
+    command = [str(BIN / "pycomm"), "run", "-n", "3", "-m", "jobs.torch_groups"]
+    done = start(command, PYTHONPATH=path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("right") == 3
 
 
 def test_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     check(reports(start([*launcher, str(JOBS / "reduce.py"), "auto", "torch"])), 2, ["shm", "torch"])
-
-
-def test_beside_torch_distributed() -> None:
-    done = start([sys.executable, "-m", "pycomm", "run", "-n", "3", str(JOBS / "torch_groups.py")])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("right") == 3
 
 
 @needs_mpi
@@ -126,11 +121,9 @@ def test_mpirun_with_master_addr() -> None:
 @pytest.mark.mpi
 def test_a_rank_that_raises_ends_an_mpi_job() -> None:
     """Under plain python the others would wait for it in MPI_Finalize for ever."""
-    begin = time.monotonic()
     done = start([str(MPIRUN), "-n", "2", sys.executable, str(JOBS / "fail.py"), "raise", "mpi"])
     assert done.returncode != 0
     assert "ValueError: rank with a bug" in done.stderr
-    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize(("how", "exit_code", "words"), [("exit", 7, "exit code 7"), ("kill", 137, "SIGKILL")])
@@ -185,6 +178,7 @@ def test_wrong_usage_of_pycomm_run(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_the_examples_run_alike_under_every_launcher() -> None:
     """The same seeds, the same ranks, the same figures to the last digit."""
     job = str(JOBS / "examples.py")

@@ -45,7 +45,7 @@ def test_a_full_file_system_is_an_error_with_the_size(build: Build) -> None:
         env={**os.environ, **OPTIONS},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -18,6 +18,9 @@ import pycomm
 from pycomm.torch_backend import Options
 
 
+SECONDS = 60  # to wait for the others, who may be stopped for a while on a machine that is busy
+
+
 def rank() -> int:
     return dist.get_rank()
 
@@ -26,7 +29,7 @@ def world() -> int:
     return dist.get_world_size()
 
 
-def own_group(seconds: float = 20, **options: object) -> dist.ProcessGroup:
+def own_group(seconds: float = SECONDS, **options: object) -> dist.ProcessGroup:
     return dist.new_group(timeout=timedelta(seconds=seconds), pg_options=Options(**options) if options else None)
 
 
@@ -67,14 +70,17 @@ def case_errors_reach_the_backward_pass() -> None:
 
 
 def case_a_call_runs_out_of_time() -> None:
-    group = own_group(seconds=0.5)
-    start = time.monotonic()
+    """The timeout is that of ``new_group`` until it is set anew. Its ranks may need longer than it to make the group."""
+    group = own_group()
+    side = pycomm_side(group)
+    assert side.pycomm_group.timeout_s == SECONDS
+    side.set_timeout(timedelta(seconds=0.3))
     if rank() == 0:
+        start = time.monotonic()
         with pytest.raises((pycomm.TransportError, RuntimeError), match="all_reduce|timeout|timed out"):
             dist.all_reduce(torch.ones(2), group=group)
-        assert time.monotonic() - start < 10
-    else:
-        time.sleep(1)
+        assert time.monotonic() - start >= 0.3
+    dist.barrier()
 
 
 def case_waiting_has_a_timeout() -> None:
@@ -90,23 +96,11 @@ def case_waiting_has_a_timeout() -> None:
         dist.all_reduce(torch.ones(2), group=group)
 
 
-def case_set_timeout() -> None:
-    group = own_group()
-    pycomm_side(group).set_timeout(timedelta(seconds=0.3))
-    if rank() == 0:
-        start = time.monotonic()
-        with pytest.raises((pycomm.TransportError, RuntimeError)):
-            dist.all_reduce(torch.ones(2), group=group)
-        assert time.monotonic() - start < 10
-    else:
-        time.sleep(0.6)
-
-
 def case_abort_wakes_the_others() -> None:
     group = own_group()
     dist.barrier(group)
     if rank() == 0:
-        time.sleep(0.1)
+        time.sleep(0.05)  # as a rule the others wait by then; nothing depends on that
         pycomm_side(group).abort()
     else:
         with pytest.raises((pycomm.TransportError, RuntimeError)):
@@ -124,7 +118,7 @@ def case_a_closed_group_says_so() -> None:
 
 def case_monitored_barrier_names_who_is_missing() -> None:
     side = pycomm_side(own_group())
-    side.monitored_barrier(timedelta(seconds=20))
+    side.monitored_barrier(timedelta(seconds=SECONDS))
     last = world() - 1
     if rank() == last:
         return
@@ -144,7 +138,7 @@ def case_options() -> None:
         assert ("compression" in options) != torch.equal(mine, expected)
         inside = pycomm_side(group).pycomm_group
         assert inside.transport.name == options.get("transport", "shm")
-        assert inside.timeout_s == options.get("timeout", 20)
+        assert inside.timeout_s == options.get("timeout", SECONDS)
         dist.destroy_process_group(group)
 
 

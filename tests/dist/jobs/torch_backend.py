@@ -23,12 +23,11 @@ import pycomm.torch_backend  # registers the backend where pycomm is not install
 from pycomm.topology import detect_launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-TIMEOUT = timedelta(seconds=30)
-DEADLINE_S = 80
+TIMEOUT = timedelta(seconds=60)
+DEADLINE_S = 80  # of one case
 
 
 def main(modules: list[str]) -> None:
-    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)  # so that a hang shows where it hangs
     torch.set_num_threads(1)
     backend = os.environ.get("BACKEND", "pycomm")
     launch = detect_launch()  # also under mpirun, which torch knows nothing of
@@ -39,6 +38,7 @@ def main(modules: list[str]) -> None:
         for case in [each for each in vars(module) if each.startswith("case_")]:
             if only and case.removeprefix("case_") not in only:
                 continue
+            faulthandler.dump_traceback_later(DEADLINE_S, exit=True)  # so that a hang shows where it hangs
             torch.manual_seed(0)
             error, start = None, time.perf_counter()
             try:
