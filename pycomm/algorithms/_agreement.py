@@ -3,10 +3,13 @@
 [Note: agreement]
 Ranks that disagree (verb, operator, dtype, numel, root, algorithm, splits, members of a new group) would wait for ever,
 get garbage, or have gloo end the process. So before a byte of a buffer moves each rank sends a *frame* to every other
-one, of the same size whatever it calls, so that this exchange itself cannot go wrong. A frame is a header (what is
-called) and a payload. What fits the payload needs nothing more: the frames are the collective (``FRAMES``), and every
+one, for which there is room whatever they call, so that this exchange itself cannot go wrong. A frame is a header (what
+is called) and a payload. What fits the payload needs nothing more: the frames are the collective (``FRAMES``). Every
 rank combines them in rank order with the same kernel, so the result has the same bits everywhere. Larger ones pay for
 one small exchange beside a large one.
+
+How long a frame is, ``Transport.frame_bytes``, says the transport. Of a call that sends every rank more than it needs
+(a part of it would do) at most 960 bytes go so.
 
 A transport that compares calls in its own collectives (shared memory) takes this way only for plans and new groups.
 """
@@ -17,30 +20,31 @@ import os
 import struct
 from collections.abc import Sequence
 from ctypes import memmove
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..ops import native
 from ..ops.reduce import reduce_at
 from ..transport import _wording as wording
-from ..types import ReduceOp, dtype_of_name
+from ..types import DType, ReduceOp, dtype_of_name
 
 if TYPE_CHECKING:
-    from ..transport.base import Exchange, Transport
+    from ..transport.base import Transport
     from .executor import Collective
 
-__all__ = ["FRAMES", "Agreement", "agree_on_members", "fits_frames", "swap"]
+__all__ = ["FRAMES", "Agreement", "count_call", "fits_frames", "room_for"]
 
 FRAMES = "frames"  # the name of the algorithm that is this exchange alone
-_FRAME_BYTES = 1024
 # verb, op, dtype, unused, root, numel, algorithm; then, not compared, this rank's factor. The payload begins on the
 # next cache line, so it is aligned for every dtype.
 _HEADER = struct.Struct("<BBBxiq16sd")
 _NAME_BYTES = 16
 _COMPARED_BYTES = 32
 _PAYLOAD_AT = 64
-_PAYLOAD_BYTES = _FRAME_BYTES - _PAYLOAD_AT
+_SMALL_BYTES = 960
+_WHOLE = frozenset({"all_reduce", "broadcast", "all_gather_single"})  # every rank gets all of every payload
 _OUTSIDE = -1  # in place of the number of members: this rank joins none
 
 
@@ -54,7 +58,12 @@ def fits_frames(transport: Transport, call: Collective) -> bool:
         return False
     parts = transport.world_size if call.verb in ("reduce_scatter_single", "scatter") else 1
     tensor = _any_tensor(call)
-    return tensor.is_cpu and _numel(call) * parts * tensor.itemsize <= _PAYLOAD_BYTES
+    return tensor.is_cpu and _numel(call) * parts * tensor.itemsize <= room_for(transport, call.verb)
+
+
+def room_for(transport: Transport, verb: str) -> int:
+    """Returns how many bytes of each rank a frame carries."""
+    return transport.frame_bytes - _PAYLOAD_AT if verb in _WHOLE else _SMALL_BYTES
 
 
 class Agreement:
@@ -62,8 +71,14 @@ class Agreement:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        self._bytes = transport.frame_bytes
+        self._frame = torch.zeros(self._bytes, dtype=torch.uint8)
         self._raw = self._frame.numpy().data
+        self._payload = self._frame.data_ptr() + _PAYLOAD_AT
+        self._frames: Sequence[torch.Tensor] | None = None  # all ranks', of the last call
+        self._headers: list[memoryview] = []
+        self._compared: list[memoryview] = []
+        self._payloads: list[int] = []
 
     def run(self, call: Collective, algorithm: str, timeout_s: float | None) -> None:
         """Raises CollectiveMismatchError, on every rank, unless all make this call; if by FRAMES, completes it.
@@ -74,85 +89,100 @@ class Agreement:
         is_native = transport.compares_calls and algorithm == "native"
         if is_native or not transport.can_agree("cpu" if call.verb == "barrier" else _any_tensor(call).device.type):
             return
-        self._fill(call, algorithm)
-        frames = swap(transport, self._frame, call.verb, timeout_s)
-        raw = frames.numpy().data.cast("B")
-        mine = self._raw[:_COMPARED_BYTES]
-        if any(raw[start : start + _COMPARED_BYTES] != mine for start in range(0, len(raw), _FRAME_BYTES)):
-            raise wording.mismatch(transport.place(call.verb), _describe(_headers(frames)))
+        op = 0 if call.op is None else int(call.op)
+        header = _header(call.verb, op, _code_of(call.dtype), call.root, _numel(call), algorithm, call.factor)
+        is_silent = call.verb in ("broadcast", "scatter") and transport.rank != call.root
+        sent = None if algorithm != FRAMES or is_silent else call.input
+        address, nbytes = (0, 0) if sent is None else (sent.data_ptr(), sent.nbytes)
+        frames = self._swap(header, address, nbytes, call.verb, timeout_s)
         if call.verb == "all_to_all_single":
             _agree_on_splits(transport, call, timeout_s)
         if algorithm == FRAMES:
-            _finish(call, transport.rank, frames)
+            self._finish(call, frames)
 
-    def _fill(self, call: Collective, algorithm: str) -> None:
-        op = 0 if call.op is None else int(call.op)
-        name = algorithm.encode()[:_NAME_BYTES]
-        fields = wording.CODES[call.verb], op, _code_of(call.dtype), call.root, _numel(call), name, call.factor
-        _HEADER.pack_into(self._raw, 0, *fields)
-        is_silent = call.verb in ("broadcast", "scatter") and self._transport.rank != call.root
-        if algorithm == FRAMES and call.input is not None and not is_silent:
-            # A copy by torch takes about four times as long.
-            memmove(self._frame.data_ptr() + _PAYLOAD_AT, call.input.data_ptr(), call.input.nbytes)
+    def reduce(self, address: int, numel: int, dtype: DType, op: ReduceOp, timeout_s: float | None) -> None:
+        """As ``run`` for an all_reduce by FRAMES, in place, of the memory at ``address``: the shortest way.
+
+        Without an address it compares alone, for a native all_reduce that follows.
+        """
+        header = _header("all_reduce", int(op), dtype.code, 0, numel, FRAMES if address else "native", 1.0)
+        self._swap(header, address, numel * dtype.itemsize if address else 0, "all_reduce", timeout_s)
+        if address:
+            native().reduce(address, self._payloads, numel, dtype.code, int(op))
+
+    def agree_on_members(self, ranks: Sequence[int] | None, timeout_s: float | None) -> None:
+        """Raises CollectiveMismatchError, on every rank, unless the ranks that anybody lists pass that very list.
+
+        Called by every rank of the group. None is the list of a rank that joins no group; lists that have no rank in
+        common make several groups.
+        """
+        transport, verb = self._transport, "new_group"
+        if not transport.can_agree("cpu"):
+            return
+        self._swap(_header(verb, 0, 0, 0, 0, "", 0.0), 0, 0, verb, timeout_s)
+        mine = torch.full((transport.world_size + 1,), _OUTSIDE, dtype=torch.int32)
+        listed = [_OUTSIDE] if ranks is None else [len(ranks), *ranks]
+        mine[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
+        table = transport.exchange(mine.view(torch.uint8), verb, timeout_s).view(torch.int32).tolist()
+        lists = [None if row[0] == _OUTSIDE else row[1 : 1 + row[0]] for row in table]
+        # A rank may also pass a list that it is not in: torch wants every rank to name the members.
+        if any(lists[rank] != members for members in lists if members is not None for rank in members):
+            rows = [f"new_group({'none' if members is None else members})" for members in lists]
+            raise wording.mismatch(transport.place(verb), rows)
+
+    def _swap(
+        self, header: bytes, address: int, nbytes: int, verb: str, timeout_s: float | None
+    ) -> Sequence[torch.Tensor]:
+        """Returns all ranks' frames; this one's has ``nbytes`` from ``address``. Raises CollectiveMismatchError."""
+        transport = self._transport
+        count_call(transport, verb)
+        transport.check_whole(verb)
+        self._raw[:_PAYLOAD_AT] = header
+        if nbytes:
+            memmove(self._payload, address, nbytes)  # a copy by torch takes about four times as long
+        frames = transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s)
+        if frames is not self._frames:  # most transports have one memory for all; to look it up costs as much as a call
+            self._frames = frames
+            self._headers = [row[:_PAYLOAD_AT].numpy().data for row in frames]
+            self._compared = [row[:_COMPARED_BYTES] for row in self._headers]
+            self._payloads = [row.data_ptr() + _PAYLOAD_AT for row in frames]
+        mine = header[:_COMPARED_BYTES]
+        for other in self._compared:
+            if other != mine:
+                raise wording.mismatch(transport.place(verb), _describe(self._headers))
+        return frames
+
+    def _finish(self, call: Collective, frames: Sequence[torch.Tensor]) -> None:
+        """Makes the result of a small collective from every rank's payload."""
+        output = call.output
+        if output is None or output.numel() == 0 or call.verb == "barrier":
+            return
+        nbytes = _numel(call) * output.itemsize
+        start = self._transport.rank * nbytes if call.verb in ("reduce_scatter_single", "scatter") else 0
+        if call.op is not None:
+            is_scaled = call.op is ReduceOp.PREMUL_SUM
+            factors = [float(_HEADER.unpack_from(header)[-1]) for header in self._headers] if is_scaled else None
+            reduce_at(output, [payload + start for payload in self._payloads], call.op, factors)
+            return
+        start += _PAYLOAD_AT
+        payloads = [frame[start : start + nbytes].view(output.dtype) for frame in frames]
+        if call.verb in ("broadcast", "scatter"):
+            output.copy_(payloads[call.root])
+        else:
+            torch.cat(payloads, out=output)
 
 
-def agree_on_members(transport: Transport, ranks: Sequence[int] | None, timeout_s: float | None) -> None:
-    """Raises CollectiveMismatchError, on every rank, unless the ranks that anybody lists pass that very list.
-
-    Called by every rank of the group. None is the list of a rank that joins no group; lists that have no rank in common
-    make several groups.
-    """
-    if not transport.can_agree("cpu"):
-        return
-    verb = "new_group"
-    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-    _HEADER.pack_into(frame.numpy().data, 0, wording.CODES[verb], 0, 0, 0, 0, b"", 0.0)
-    headers = _headers(swap(transport, frame, verb, timeout_s))
-    if any(header[:_COMPARED_BYTES] != headers[0][:_COMPARED_BYTES] for header in headers):
-        raise wording.mismatch(transport.place(verb), _describe(headers))
-    mine = torch.full((transport.world_size + 1,), _OUTSIDE, dtype=torch.int32)
-    listed = [_OUTSIDE] if ranks is None else [len(ranks), *ranks]
-    mine[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
-    table = transport.exchange(mine.view(torch.uint8), verb, timeout_s).view(torch.int32).tolist()
-    lists = [None if row[0] == _OUTSIDE else row[1 : 1 + row[0]] for row in table]
-    # A rank may also pass a list that it is not in: torch wants every rank to name the members.
-    if any(lists[rank] != members for members in lists if members is not None for rank in members):
-        rows = [f"new_group({'none' if members is None else members})" for members in lists]
-        raise wording.mismatch(transport.place(verb), rows)
+@lru_cache(maxsize=1024)
+def _header(verb: str, op: int, dtype: int, root: int, numel: int, algorithm: str, factor: float) -> bytes:
+    name = algorithm.encode()[:_NAME_BYTES]
+    return _HEADER.pack(wording.CODES[verb], op, dtype, root, numel, name, factor).ljust(_PAYLOAD_AT, b"\0")
 
 
-def swap(
-    transport: Transport, frame: torch.Tensor, verb: str, timeout_s: float | None, exchange: Exchange | None = None
-) -> torch.Tensor:
-    """As ``Transport.exchange``, or by the ``exchange`` that is given; counts as a call."""
+def count_call(transport: Transport, verb: str) -> None:
+    """A call of the ranks begins with an exchange: counts it. Raises ForkedError in a child of the rank's process."""
     transport.calls += 1
     if transport.pid != os.getpid():
         raise wording.forked(transport.place(verb))
-    return (exchange or transport.exchange)(frame, verb, timeout_s)
-
-
-def _headers(frames: torch.Tensor) -> list[bytes]:
-    return [row[:_PAYLOAD_AT].tobytes() for row in frames.numpy()]
-
-
-def _finish(call: Collective, rank: int, frames: torch.Tensor) -> None:
-    """Makes the result of a small collective from every rank's payload."""
-    output = call.output
-    if output is None or output.numel() == 0 or call.verb == "barrier":
-        return
-    nbytes = _numel(call) * output.itemsize
-    start = _PAYLOAD_AT + (rank * nbytes if call.verb in ("reduce_scatter_single", "scatter") else 0)
-    if call.op is not None:
-        is_scaled = call.op is ReduceOp.PREMUL_SUM
-        factors = [float(_HEADER.unpack_from(header)[-1]) for header in _headers(frames)] if is_scaled else None
-        first = frames.data_ptr() + start
-        reduce_at(output, [first + member * _FRAME_BYTES for member in range(len(frames))], call.op, factors)
-        return
-    payloads = [frame[start : start + nbytes].view(output.dtype) for frame in frames]
-    if call.verb in ("broadcast", "scatter"):
-        output.copy_(payloads[call.root])
-    else:
-        torch.cat(payloads, out=output)
 
 
 def _agree_on_splits(transport: Transport, call: Collective, timeout_s: float | None) -> None:
@@ -167,9 +197,9 @@ def _agree_on_splits(transport: Transport, call: Collective, timeout_s: float | 
                 raise wording.splits_differ(transport.place(call.verb), source, target, sent, expected)
 
 
-def _describe(headers: Sequence[bytes]) -> list[str]:
+def _describe(headers: Sequence[memoryview]) -> list[str]:
     # The algorithm is of interest where it is all that differs.
-    differs_elsewhere = len({header[: _COMPARED_BYTES - _NAME_BYTES] for header in headers}) > 1
+    differs_elsewhere = len({bytes(header[: _COMPARED_BYTES - _NAME_BYTES]) for header in headers}) > 1
     rows = []
     for verb, op, dtype, root, numel, name, _ in map(_HEADER.unpack_from, headers):
         algorithm = "" if differs_elsewhere else name.rstrip(b"\0").decode()

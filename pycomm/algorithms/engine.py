@@ -18,7 +18,7 @@ class Engine:
         self.selector = selector
         self.choose = selector.choose
         self._transport = transport
-        self._agreement = Agreement(transport)
+        self.agreement = Agreement(transport)
         self._executor = Executor(transport)
 
     def run(self, call: Collective, choice: Choice, timeout_s: float | None, is_agreed: bool = False) -> None:
@@ -29,7 +29,7 @@ class Engine:
         this call follows from already.
         """
         if not is_agreed or choice.name == FRAMES:
-            self._agreement.run(call, choice.name, timeout_s)
+            self.agreement.run(call, choice.name, timeout_s)
         elif not self._transport.compares_calls:
             self._transport.calls += 1  # which the comparison does
         if choice.name == FRAMES:

@@ -13,7 +13,7 @@ from .. import env
 from ..errors import ConfigError, PlanError, PycommError
 from ..topology import Topology
 from . import ALGORITHMS, find_algorithm
-from ._agreement import FRAMES, fits_frames
+from ._agreement import FRAMES, fits_frames, room_for
 from .plan import Plan
 from .tables import Rule, Table, parse_rules
 from .tuned import load_rules
@@ -90,6 +90,16 @@ class Selector:
             if rule.fits_bytes(None):
                 return True
         return False
+
+    def is_native_at(self, verb: str, nbytes: int) -> bool:
+        """Says whether the transport's own collective serves ``verb`` at this size, if it carries the call."""
+        return next(rule.algorithm for rule in self.rules(verb) if rule.fits_bytes(nbytes)) == "native"
+
+    def room_for_frames(self, verb: str) -> int:
+        """Returns up to how many bytes of each rank go by FRAMES, for verbs of which ``fits_frames`` says no more."""
+        transport = self._transport
+        has_frames = not transport.compares_calls and transport.native and transport.can_agree("cpu")
+        return room_for(transport, verb) if has_frames and self.rules(verb)[0].source == "default" else 0
 
     def within(self, transport: Transport, ranks: Sequence[int]) -> Selector:
         """Returns the selector of a group of these ``ranks`` of this one, which ``transport`` joins."""

@@ -24,6 +24,7 @@ from ..types import dtype_of_name
 if TYPE_CHECKING:
     import torch
 
+    from ..types import DType, ReduceOp
     from .compression_wire import CompressionReport
     from .group import Call, Group
 
@@ -128,6 +129,10 @@ class Recorder:
         numel = 0 if part is None or first.verb == "all_to_all_single" else part.numel()
         op = _SUM if first.op is None else int(first.op)
         self._begin(_CODES[first.verb], op, _code_of(first.dtype), algorithm, first.root, numel, nbytes)
+
+    def begin_short(self, verb: str, algorithm: str, op: ReduceOp, dtype: DType, numel: int) -> None:
+        """A reduction begins by a short cut that the native core does not write down itself."""
+        self._begin(_CODES[verb], int(op), dtype.code, algorithm, 0, numel, numel * dtype.itemsize)
 
     @contextlib.contextmanager
     def exchange(self, verb: str, nbytes: int) -> Iterator[None]:

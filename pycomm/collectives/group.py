@@ -7,27 +7,27 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..algorithms._agreement import agree_on_members, swap
+from ..algorithms._agreement import count_call
 from ..algorithms.engine import Engine
 from ..algorithms.executor import Collective, meet
 from ..algorithms.selection import Choice, Selector
 from ..config import seconds
 from ..errors import ConfigError, PeerLostError, TransportError
-from ..transport import _wording as wording
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
 from .board import Recorder
 from .hooks import CollectiveRecord, make_record, not_now, observed
 from .observed import Observed
-from .scope import Scope
+from .scope import Scope, Turn, Turns
+from .short_frames import short_cuts_by_frames
 from .work import Work
 from .worker import Worker
 
@@ -88,8 +88,7 @@ class Group(Observed):
         "_recorder",
         "_seq",
         "_splits",
-        "_turn",
-        "_turn_holder",
+        "_turns",
         "_worker",
         "fast_all_gather_single",
         "fast_all_reduce",
@@ -132,8 +131,7 @@ class Group(Observed):
         self._closers: list[Callable[[], bool]] = []
         self._is_closed = False
         self._recorder = Recorder.of(self)
-        self._turn = threading.Lock()  # held by the thread that is inside a collective
-        self._turn_holder = 0
+        self._turns = Turns(transport)
         self._refresh_fast()
 
     # -- what it is -----------------------------------------------------------------------------------------------
@@ -241,8 +239,9 @@ class Group(Observed):
         def run(frame: torch.Tensor, verb: str) -> torch.Tensor:
             self.check_open()
             self.settle()
-            with self._in_turn(verb), self.scope(verb), self._on_board(verb, nbytes):
-                return swap(self.transport, frame, verb, self.timeout_s, exchange)
+            with self.turn(verb), self.scope(verb), self._on_board(verb, nbytes):
+                count_call(self.transport, verb)
+                return exchange(frame, verb, self.timeout_s)
 
         return run
 
@@ -277,6 +276,10 @@ class Group(Observed):
         """Returns the context that a call runs in."""
         return Scope(self, verb, seq)
 
+    def turn(self, verb: str) -> Turn:
+        """Returns the context in which one thread is inside a collective."""
+        return Turn(self._turns, verb)
+
     def _perform(
         self, call: Call, choices: Sequence[Choice], seq: int, compressed: Callable[[float], CompressionReport] | None
     ) -> None:
@@ -284,7 +287,7 @@ class Group(Observed):
             start(call.verb, seq)
         start_ns = time.perf_counter_ns()
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        with self._in_turn(call.verb), self.scope(call.verb, seq):
+        with self.turn(call.verb), self.scope(call.verb, seq):
             report = self._move(call, choices, timeout_s, compressed)
             for finish in call.finishes:
                 if finish is not None:
@@ -326,21 +329,6 @@ class Group(Observed):
         """The span of an exchange of ``nbytes``, on the board if there is one."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.exchange(verb, nbytes)
 
-    @contextlib.contextmanager
-    def _in_turn(self, verb: str) -> Iterator[None]:
-        """The span in which one thread is inside a collective of this group."""
-        if not self._turn.acquire(blocking=False):
-            raise wording.other_thread(self.transport.place(verb))
-        self._turn_holder = threading.get_ident()
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit):  # the other ranks are in the middle of it, and would wait for this one
-            self.transport.abandon()
-            raise
-        finally:
-            self._turn_holder = 0
-            self._turn.release()
-
     def _tell(
         self,
         verb: str,
@@ -370,6 +358,8 @@ class Group(Observed):
         if is_free and self._engine is not None:
             selector = self._engine.selector
             fast = {verb: each for verb, each in self.transport.fast.items() if selector.is_always_native(verb)}
+            if not fast and not self._hooks:  # which are told of the algorithm
+                fast = short_cuts_by_frames(self, self._recorder)
         if self._hooks:
             fast = {verb: observed(verb, each, self._tell) for verb, each in fast.items()}
         self.fast_all_reduce = fast.get("all_reduce", not_now)
@@ -425,7 +415,7 @@ class Group(Observed):
             return
         try:
             with self._on_board("new_group"):
-                agree_on_members(self.transport, group_ranks, self.timeout_s)
+                self.engine.agreement.agree_on_members(group_ranks, self.timeout_s)
         except PeerLostError as error:
             if group_ranks is None or error.rank in group_ranks:
                 raise
@@ -473,10 +463,10 @@ class Group(Observed):
         """Waits until no other thread is inside a call of this group; returns False if ``deadline`` passes before."""
         if not (self._worker.is_this_thread or self._worker.wait(max(deadline - time.monotonic(), 0.0))):
             return False
-        if self._turn_holder != threading.get_ident():  # else: a signal handler closes it in the middle of a call
-            if not self._turn.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+        if self._turns.holder != threading.get_ident():  # else: a signal handler closes it in the middle of a call
+            if not self._turns.lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
                 return False
-            self._turn.release()
+            self._turns.lock.release()
         return True
 
     def __enter__(self) -> Group:

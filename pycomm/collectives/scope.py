@@ -1,7 +1,8 @@
-"""The context that every call of a group runs in."""
+"""The contexts that every call of a group runs in."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -9,11 +10,49 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import PycommError
+from ..transport import _wording as wording
 
 if TYPE_CHECKING:
+    from ..transport.base import Transport
     from .group import Group
 
-__all__ = ["Scope"]
+__all__ = ["Scope", "Turn", "Turns"]
+
+
+class Turns:
+    """Who is inside a collective of a group: one thread at a time."""
+
+    __slots__ = ("holder", "lock", "transport")
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.lock = threading.Lock()  # held by the thread that is inside
+        self.holder = 0
+
+
+class Turn(AbstractContextManager[None]):
+    """The span in which one thread is inside a collective of this group. Raises TransportError if another one is."""
+
+    __slots__ = ("_turns", "_verb")
+
+    def __init__(self, turns: Turns, verb: str) -> None:
+        self._turns = turns
+        self._verb = verb
+
+    def __enter__(self) -> None:
+        turns = self._turns
+        if not turns.lock.acquire(blocking=False):
+            raise wording.other_thread(turns.transport.place(self._verb))
+        turns.holder = threading.get_ident()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        turns = self._turns
+        try:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                turns.transport.abandon()  # the other ranks are in the middle of it, and would wait for this one
+        finally:
+            turns.holder = 0
+            turns.lock.release()
 
 
 class Scope(AbstractContextManager[None]):

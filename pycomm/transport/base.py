@@ -72,6 +72,8 @@ class Transport(ABC):
     ``messages_are_free`` says that messages move by themselves, and that any thread may start one, at any time: also
     while another is inside a collective.
 
+    ``frame_bytes`` is the length of the frames that ``exchange_frames`` swaps; a multiple of 64. Equal on all ranks.
+
     ``segment_bytes`` is about what one message of a plan should carry: large enough that its start costs little beside
     it, small enough that the next is on its way while this one is added. Equal on all ranks.
     """
@@ -82,6 +84,7 @@ class Transport(ABC):
     devices: frozenset[str] = frozenset({"cpu"})
     fast: Mapping[str, Callable[..., bool]] = MappingProxyType({})
     compares_calls: bool = False
+    frame_bytes: int = 1024
     messages_are_free: bool = False
     calls: int = 0  # collectives that the ranks have agreed on by ``exchange``
     group_name: str = "?"  # as errors call the group
@@ -123,6 +126,19 @@ class Transport(ABC):
         for request in requests:
             request.wait(max(deadline - time.monotonic(), 1e-3))
         return frames
+
+    def exchange_frames(
+        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
+    ) -> Sequence[torch.Tensor]:
+        """Returns every rank's ``frame (frame_bytes,)``, in rank order, of which ``nbytes``, that rank's own, are sent.
+
+        What comes before each collective, and is each small one. Otherwise as ``exchange``.
+        """
+        return self.exchange(frame, verb, timeout_s).unbind()
+
+    def check_whole(self, doing: str) -> None:
+        """Raises what broke the group, if that is known already, before memory is written that is being sent."""
+        return None
 
     def exchanger(self, nbytes: int) -> Exchange:
         """Returns what swaps frames of ``nbytes`` as ``exchange`` does, for many swaps beside large transfers.

@@ -1,7 +1,8 @@
 """Ranks that end while calls are under way: ``exits.py TRANSPORT FOLDER HOW...``, as tests/faults/test_exits.py does.
 
-This process forks two ranks for each HOW. A rank does it and runs off the end of this file, as a program does: so the
-interpreter ends as it always does. Prints ``HOW rank status seconds`` for each.
+This process forks two ranks for each HOW; over mpi it is one of two, which mpirun started. A rank does it and runs off
+the end of this file, as a program does: so the interpreter ends as it always does. Prints ``HOW rank status seconds``
+for each that it forked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.ops import native
+from pycomm.topology import detect_launch
 from pycomm.transport import TRANSPORTS
 
 RANKS = 2
@@ -25,7 +27,9 @@ PATIENCE_S = 40.0
 
 
 def main(transport: str, folder: str, *ways: str) -> tuple[str, int, str] | None:
-    """Returns what a rank is to do, in its own process; None in the parent, at the end."""
+    """Returns what a rank is to do, in its own process, and where the ranks meet; None in the parent, at the end."""
+    if transport == "mpi":
+        return ways[0], detect_launch().rank, ""
     native()
     TRANSPORTS.load(transport)
     for name in pycomm.__all__:  # they load on first use
@@ -91,6 +95,7 @@ works: list[pycomm.Work] = []  # kept to the very end
 if (part := main(*sys.argv[1:])) is not None:
     its_way, its_rank, meeting = part
     torch.set_num_threads(1)
-    pycomm.init(sys.argv[1], rank=its_rank, world_size=RANKS, store=dist.FileStore(meeting, RANKS))
+    met = {"rank": its_rank, "world_size": RANKS, "store": dist.FileStore(meeting, RANKS)} if meeting else {}
+    pycomm.init(sys.argv[1], **met)
     pycomm.all_reduce(torch.ones(1))
     run_off(its_way, its_rank)

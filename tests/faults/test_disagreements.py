@@ -14,6 +14,7 @@ from pycomm import CollectiveMismatchError, ReduceOp
 
 everywhere = pytest.mark.parametrize("transport", transport_params())
 LARGE = 70_000
+MIDDLE = 20_000  # fits a frame of gloo, and no other
 
 # What rank 1 of three calls, what the others call, and what all of them must read.
 Calls = tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any], str, str]
@@ -47,6 +48,12 @@ CASES: dict[str, Calls] = {
         lambda t: pycomm.all_reduce(torch.ones(LARGE)),
         f"rank 1: all_reduce(SUM, float32, {LARGE + 1} elements)",
         f"rank 2: all_reduce(SUM, float32, {LARGE} elements)",
+    ),
+    "what gloo sends with the comparison, and not": (
+        lambda t: pycomm.all_reduce(torch.ones(MIDDLE)),
+        lambda t: pycomm.all_reduce(t if pycomm.rank() else torch.ones(LARGE)),
+        f"rank 1: all_reduce(SUM, float32, {MIDDLE} elements)",
+        f"rank 0: all_reduce(SUM, float32, {LARGE} elements)",
     ),
     "dtype": (
         lambda t: pycomm.all_reduce(t.view(torch.int32)),

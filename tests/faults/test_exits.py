@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from laws import TRANSPORTS
+from laws import MPI, TRANSPORTS
+
+from mpi_harness import mpirun
 
 # What a pair of ranks does (exits.py) and the statuses with which they end.
 WAYS = {"dropped": (0, 0), "exit": (3, 3), "raise": (0, 1), "alone": (0, 0), "thread": (0, 0)}
@@ -34,3 +36,12 @@ def test_ranks_end_well_whatever_is_under_way(transport: str, tmp_path: Path) ->
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_call_that_a_peer_never_makes_is_broken_off(transport: str, tmp_path: Path) -> None:
     run(transport, tmp_path, STUCK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", MPI)
+def test_a_call_that_a_peer_never_makes_is_broken_off_under_mpirun(transport: str, tmp_path: Path) -> None:
+    command = [str(mpirun()), "-n", "2", sys.executable, str(JOB), transport, str(tmp_path), *STUCK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "closed while a call is under way, which is broken off" in done.stderr
