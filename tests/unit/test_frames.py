@@ -1,0 +1,138 @@
+"""Small collectives as one swap of frames: every verb, on ranks that are threads, over frames of any length."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pycomm.algorithms._agreement import FRAMES, Agreement, fits_frames
+from pycomm.algorithms.executor import Collective
+from pycomm.errors import CollectiveMismatchError
+from pycomm.transport.base import Request, Transport
+from pycomm.types import DTYPES, ReduceOp
+
+RANKS = 3
+
+
+class Threads(Transport):
+    """Ranks that are threads, and compare nothing: they share frames, of which no more comes than is sent."""
+
+    name = "threads"
+    native = frozenset({"all_reduce"})
+
+    def __init__(self, world: SimpleNamespace, rank: int, frame_bytes: int) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, RANKS, 10.0
+        self.frame_bytes = frame_bytes
+        self._world = world
+
+    def exchange_frames(
+        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
+    ) -> Sequence[torch.Tensor]:
+        rows = torch.full((RANKS, frame.numel()), 0xEE, dtype=torch.uint8)
+        self._world.sent[self.rank] = frame[:nbytes].clone()
+        self._world.barrier.wait(10)
+        for row, sent in zip(rows, self._world.sent, strict=True):
+            row[: len(sent)] = sent
+        self._world.barrier.wait(10)
+        return rows.unbind()
+
+    def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
+        raise NotImplementedError
+
+    def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
+        raise NotImplementedError
+
+    def split(self, ranks: Sequence[int] | None, key: int) -> Transport | None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return None
+
+
+def on_all_ranks(frame_bytes: int, act: Any) -> list[Any]:
+    """Runs ``act(rank, transport, agreement)`` on every rank."""
+    world = SimpleNamespace(sent=[None] * RANKS, barrier=threading.Barrier(RANKS))
+
+    def run(rank: int) -> Any:
+        transport = Threads(world, rank, frame_bytes)
+        return act(rank, transport, Agreement(transport))
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(run, range(RANKS)))
+
+
+def mine(rank: int, numel: int = 7) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.int32) + 100 * rank
+
+
+TOTAL = sum(mine(rank, 21) for rank in range(RANKS))
+
+
+@pytest.mark.parametrize("frame_bytes", [1024, 4096])
+def test_every_verb_by_frames(frame_bytes: int) -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        def run(verb: str, **arguments: Any) -> None:
+            call = Collective(verb=verb, **arguments)
+            assert fits_frames(transport, call), verb
+            agreement.run(call, FRAMES, None)
+
+        t = mine(rank, 21)
+        run("all_reduce", input=t, output=t, op=ReduceOp.SUM)
+        assert torch.equal(t, TOTAL)
+        t = mine(rank)
+        run("reduce", input=t, output=t if rank == 2 else None, op=ReduceOp.SUM, root=2)
+        assert torch.equal(t, TOTAL[:7] if rank == 2 else mine(rank))
+        part = torch.empty(7, dtype=torch.int32)
+        run("reduce_scatter_single", input=mine(rank, 21), output=part, op=ReduceOp.SUM)
+        assert torch.equal(part, TOTAL[7 * rank : 7 * rank + 7])
+        t = mine(rank)
+        run("broadcast", input=t, output=t, root=1)
+        assert torch.equal(t, mine(1))
+        whole = torch.empty(21, dtype=torch.int32)
+        run("all_gather_single", input=mine(rank), output=whole)
+        assert torch.equal(whole, torch.cat([mine(each) for each in range(RANKS)]))
+        whole = torch.empty(21, dtype=torch.int32) if rank == 0 else None
+        run("gather", input=mine(rank), output=whole, root=0)
+        assert whole is None or torch.equal(whole, torch.cat([mine(each) for each in range(RANKS)]))
+        run("scatter", input=mine(1, 21) if rank == 1 else None, output=part, root=1)
+        assert torch.equal(part, mine(1, 21)[7 * rank : 7 * rank + 7])
+        run("barrier")
+
+    on_all_ranks(frame_bytes, act)
+
+
+def test_the_shortest_way_reduces_every_type_as_the_other_does() -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        for dtype in DTYPES:
+            if dtype.family == "bool":
+                continue
+            torch_dtype = getattr(torch, dtype.name)
+            ordinary, short = ((torch.arange(9) + rank).to(torch.float32).to(torch_dtype) for _ in range(2))
+            call = Collective(verb="all_reduce", input=ordinary, output=ordinary, op=ReduceOp.SUM)
+            agreement.run(call, FRAMES, None)
+            agreement.reduce(short.data_ptr(), 9, dtype, ReduceOp.SUM, None)
+            assert torch.equal(ordinary.view(torch.uint8), short.view(torch.uint8)), dtype.name
+
+    on_all_ranks(1024, act)
+
+
+def test_frames_of_different_lengths_are_a_mismatch_and_the_ranks_go_on() -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        for numel in (1 + rank, 900 if rank == 1 else 3):
+            t = torch.ones(numel)
+            with pytest.raises(CollectiveMismatchError, match="rank 0: all_reduce.*\n.*rank 1: all_reduce"):
+                agreement.reduce(t.data_ptr(), numel, DTYPES[11], ReduceOp.SUM, None)
+            assert (t == 1).all()
+        t = torch.ones(900)
+        agreement.reduce(t.data_ptr(), 900, DTYPES[11], ReduceOp.SUM, None)
+        assert (t == RANKS).all()
+        large = Collective(verb="gather", input=torch.ones(900), output=None)
+        assert not fits_frames(transport, large), "a root alone needs it"
+
+    on_all_ranks(4096, act)
