@@ -33,6 +33,7 @@ from pycomm.fault import Generation, Membership
 
 RANKS = 8
 STUCK_S = 30.0
+PAUSE_S = 0.01  # at most, between two steps of a rank: so some wait in a collective when they are struck, some do not
 MOST_IN_A_ROW = 8  # moments of strikes without a finished step between them
 _SIZES = (1, 5, 1000, 4099, 70_001, 300_007)
 _FIELDS = 3  # of a rank in the board: last finished step, generation, descriptors held
@@ -67,6 +68,7 @@ def rank_main(rank: int, port: int, board: Any, last_step: Any, dump: str) -> No
     member = Membership(rank, RANKS, dist.TCPStore("127.0.0.1", port, is_master=False), transport="shm")
     state, step = torch.zeros(1, dtype=torch.int64), 0
     generation: Generation | None = None
+    pauses = random.Random(rank)  # ranks are forked, and would all have one sequence
     while last_step.value == 0 or step < last_step.value:
         try:
             if generation is None:
@@ -77,6 +79,7 @@ def rank_main(rank: int, port: int, board: Any, last_step: Any, dump: str) -> No
                 board[_FIELDS * rank + 2] = len(os.listdir("/proc/self/fd"))
             step = work(rank, step, state)
             board[_FIELDS * rank] = step
+            time.sleep(pauses.uniform(0.0, PAUSE_S))  # else eight ranks take all cores from the tests beside them
         except pycomm.TransportError:
             generation = None
     assert state.item() == state_after(step), f"rank {rank}: state {state.item()} after step {step}"
