@@ -2,7 +2,7 @@
 
     parameters   rank 0's, broadcast once                                                     (construction)
     forward      buffers made equal, buckets laid out again when due                          (reducer.prepare)
-    backward     each finished gradient counts its bucket down; full buckets are sent         (reducer/reducer.py)
+    backward     each finished gradient counts its bucket down; full buckets go on their way  (reducer/reducer.py)
     end of it    every ``.grad`` is the mean over the ranks; any optimizer may step
 
 After that all ranks hold bit for bit the same parameters, because they got the same gradients.
@@ -46,7 +46,7 @@ class DistributedDataParallel(nn.Module):
     - ``find_unused_parameters``: parameters may lack a gradient; one that lacks it on all ranks keeps its ``.grad``.
     - ``static_graph``: every step is like the first; allows reentrant checkpointing, saves a question a step.
     - ``overlap``: reduce on the group's thread while backward goes on; None: where the wire leaves the host. Inside a
-      host reducing is the work of the same cores and memory, and nothing would be gained.
+      host reducing is the work of the same cores and memory: it is done at the end of backward, all at once.
     """
 
     def __init__(

@@ -4,8 +4,9 @@
     a bucket starts         when its last gradient is there and the bucket before it is done
     exposed                 end of the last bucket - end of the backward pass
 
-That is for groups whose calls run beside the backward pass. Inside a host they do not (see ``Wire.of``), nothing
-overlaps, and the best size is one whose gradients are still in a cache when they are reduced: ``IN_LINE_BYTES``.
+That is for groups whose calls run beside the backward pass. Inside a host they do not (see ``Wire.of``): buckets are
+sent at the end of it, and the best size is one whose gradients are still in a cache when they are brought into it:
+``IN_LINE_BYTES``.
 ``benchmarks/engines.py --variants bucket_bytes=1MiB bucket_bytes=4MiB ...`` compares sizes on the machine at hand.
 
 The size whose simulated step exposes least is taken; of sizes that are within 2 %, the largest, because each bucket

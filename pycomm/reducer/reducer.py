@@ -9,6 +9,11 @@ in the order in which the gradients of rank 0 arrived, so that they then fill up
 At the end of ``backward()`` the reducer completes the buckets that still lack gradients (a missing one counts as
 zeros), so every rank makes all of its calls, whatever its graph was. One small all_reduce then says whether a rank had
 parameters without a gradient. So ranks never wait for one that has nothing to send, and an error is everybody's.
+
+[Note: inside a host]
+There the cores that would reduce are those that compute: a call in the middle of a pass hides behind nothing, and waits
+for whichever rank is behind at that moment. So buckets are filled in the pass, while gradients are in a cache, and sent
+at its end, where the ranks wait for one another once.
 """
 
 from __future__ import annotations
@@ -183,6 +188,10 @@ class Reducer:
         bucket.gather()
         for hook in self.before:
             hook(bucket)
+        if self.wire.is_async:
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
         work = start_mean(self.wire, bucket.flat, [Named(entry.name, entry.view) for entry in bucket.entries])
         if work is not None:
             self._works.append(work)
@@ -198,6 +207,9 @@ class Reducer:
         """Sends what has not been sent and waits for all; see the note on top of this file."""
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
+        if not self.wire.is_async:  # see [Note: inside a host]
+            for bucket in self.buckets:
+                self._send(bucket)
         self._wait()
         self._is_under_way = False
         if self.scale != 1.0:
