@@ -18,6 +18,7 @@ settings.register_profile("pycomm", deadline=None, derandomize=True)
 settings.load_profile("pycomm")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers a file is one worker's, but for what runs under mpirun: that is one worker's from all files,
     since worlds of MPI stay and starting one costs seconds of every rank. It begins first, with the soak's three

@@ -21,6 +21,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "../types.h"
 #include "mapping.h"
@@ -160,7 +161,8 @@ class Log {
   // A message is waited for: from rank `peer`, or from anybody (-1). Several threads may; the last one shows.
   void awaits_mail(std::int32_t peer);
   void awaits_no_mail() { __atomic_store_n(&entry_.mail_since, 0, __ATOMIC_RELAXED); }
-  void close() { entry_.state = 2; }
+  // Its place is another group's from then on, so only the first time counts.
+  void close() { if (std::exchange(is_open_, false)) entry_.state = 2; }
 
  private:
   void tally(const Record& record, std::uint64_t wire_bytes);
@@ -170,6 +172,7 @@ class Log {
   Record* open_ = nullptr;
   CallClass* class_ = nullptr;  // of the last call
   std::uint16_t group_;
+  bool is_open_ = true;
 };
 
 // The bucket of a duration in ticks: eight to each power of two.

@@ -37,8 +37,8 @@ def _all_reduce(group: Group, recorder: Recorder | None, room: int) -> Callable[
     transport, agreement, turn = group.transport, group.engine.agreement, group.turn("all_reduce")
     is_native = partial(group.engine.selector.is_native_at, "all_reduce")
 
-    def all_reduce(tensor: Any, op: Any = ReduceOp.SUM) -> bool:
-        if type(tensor) not in _TYPES or type(op) is not ReduceOp or tensor.layout is not torch.strided:
+    def all_reduce(tensor: Any = None, op: Any = ReduceOp.SUM, *others: Any) -> bool:
+        if others or type(tensor) not in _TYPES or type(op) is not ReduceOp or tensor.layout is not torch.strided:
             return False
         dtype = _reducible(tensor.dtype, op)
         if dtype is None or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():

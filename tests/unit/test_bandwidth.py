@@ -55,6 +55,19 @@ def test_the_header_says_whose_board_it_is(board: Written) -> None:
     assert (group.name, group.transport, group.members, group.rank, group.world_size) == ("dp", "shm", 99, 1, 4)
 
 
+def test_a_closed_group_leaves_its_place_for_good(board: Written) -> None:
+    def add(name: str) -> Any:
+        return board.native.add_group(name, "shm", 1, 0, 1)
+
+    others = [add("filler")]
+    while others[-1] is not None:
+        others.append(add("filler"))
+    board.log.close()
+    heir = add("heir")
+    del board.log  # its end closed the heir's place
+    assert heir is not None and "heir" in {group.name for group in board.view.groups() if group.is_open}
+
+
 def test_a_call_under_way_is_seen_with_whom_it_waits_for_and_its_end(board: Written) -> None:
     before_ns = time.monotonic_ns()
     board.log.begin(ALL_REDUCE, 3, FLOAT32, board.native.intern("ring"), True, 0, 8, 32, 412)
