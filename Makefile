@@ -10,7 +10,7 @@ VENV   ?= .venv
 bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Most tests wait more than they compute, so three workers share two cores; a file is one worker's. WORKERS= for none.
-WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: run test test-torch-versions peers lint gpu-check wheel clean setup
