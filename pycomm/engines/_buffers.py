@@ -8,7 +8,15 @@ import torch
 
 import pycomm
 
-__all__ = ["average_tensors", "broadcast_tensors"]
+__all__ = ["average_tensors", "broadcast_tensors", "make_equal"]
+
+
+def make_equal(buffers: Iterable[torch.Tensor], mode: str | None, group: pycomm.Group, group_src: int = 0) -> None:
+    """What an engine's ``buffers=`` says: "broadcast" those of rank ``group_src``, "average" them, or None: neither."""
+    if mode == "broadcast":
+        broadcast_tensors(buffers, group, group_src)
+    elif mode == "average":
+        average_tensors(buffers, group)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: pycomm.Group, group_src: int = 0) -> None:

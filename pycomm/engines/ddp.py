@@ -25,7 +25,7 @@ from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
 from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
 from ._agreement import Roster, check_same_model, trained_parameters
-from ._buffers import average_tensors, broadcast_tensors
+from ._buffers import broadcast_tensors, make_equal
 from ._join import Join
 from ._names import keep_names
 
@@ -115,11 +115,7 @@ class DistributedDataParallel(nn.Module):
     def prepare_step(self, source: int) -> None:
         """What all ranks do together before a step; buffers are rank ``source``'s."""
         self.reducer.prepare()
-        buffers = list(self.module.buffers())
-        if buffers and self.buffers_mode == "broadcast":
-            broadcast_tensors(buffers, self.group, source)
-        elif buffers and self.buffers_mode == "average":
-            average_tensors(buffers, self.group)
+        make_equal(self.module.buffers(), self.buffers_mode, self.group, source)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, refuse, start_sum
 from .._agreement import Roster, check_same_model
-from .._buffers import average_tensors, broadcast_tensors
+from .._buffers import broadcast_tensors, make_equal
 from .._names import keep_names
 from .flat import FlatParameter, Layout
 from .ledger import Ledger, MemoryStats
@@ -175,10 +175,8 @@ class FullyShardedDataParallel(nn.Module):
     def _around_forward(self) -> Iterator[None]:
         is_communicating = torch.is_grad_enabled() and self.module.training and self._passes.is_enabled
         self._check_unchanged(is_communicating)
-        if is_communicating and self._makes_buffers_equal:
-            make_equal = broadcast_tensors if self.buffers_mode == "broadcast" else average_tensors
-            for group in self._ranks.groups:
-                make_equal(self.module.buffers(), group)
+        for group in self._ranks.groups if is_communicating else ():
+            make_equal(self.module.buffers(), self.buffers_mode, group)
         if not self._measures_activations:
             yield
             return
