@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..algorithms.tables import Table
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
 from ..topology import host_id
+from ..transport import Patience
 from .agreement import check_digests
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def exchange_hosts(
     world_size: int,
     transport: str,
     table: Table,
-    timeout_s: float,
+    patience: Patience,
     board: Sequence[int] | None = None,
 ) -> Ranks:
     """Returns what every rank says of itself; ``board`` is where this one's board is.
 
-    Raises CollectiveTimeoutError, naming who is missing, if a rank does not come within ``timeout_s``, and
+    Raises CollectiveTimeoutError, naming who is missing, if a rank does not come within ``patience``, and
     CollectiveMismatchError if the ranks ask for different transports or world sizes, or go by different tables of
     algorithms.
     """
@@ -45,12 +45,12 @@ def exchange_hosts(
     mine["board"] = board
     store.set(keys[rank], json.dumps(mine))
     try:
-        store.wait(keys, timedelta(seconds=min(timeout_s, 1e9)))
+        patience.wait(store, keys)
         # All at once where the store can: a world of 64 would ask 4,096 times.
         can_multi_get = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
         raw = store.multi_get(keys) if can_multi_get else [store.get(key) for key in keys]
     except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
-        raise _missing(store, keys, rank, world_size, timeout_s) from error
+        raise _missing(store, keys, rank, world_size, patience.timeout_s) from error
     told = [_parse(value, member) for member, value in enumerate(raw)]
     for name in ("transport", "world_size"):
         values = {entry.get(name) for entry in told}

@@ -17,9 +17,9 @@ from .. import env, topology
 from ..algorithms.executor import meet
 from ..algorithms.selection import Selector, load_table
 from ..config import LOG_LEVELS, Config, seconds
-from ..errors import ConfigError, NativeUnavailableError
+from ..errors import CollectiveTimeoutError, ConfigError, NativeUnavailableError
 from ..topology import LaunchInfo, Topology
-from ..transport import TRANSPORTS, ConnectSpec, Transport, connect
+from ..transport import TRANSPORTS, ConnectSpec, Look, Patience, Transport, connect
 from .agreement import agree_on_selector
 from .board import make_boards
 from .context import NON_MEMBER, NonMember, default_group, resolve, state
@@ -215,24 +215,26 @@ def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method:
     return _join(store, launch, config)
 
 
-def join_ranks(store: Store, rank: int, world_size: int, config: Config) -> Group:
+def join_ranks(store: Store, rank: int, world_size: int, config: Config, look: Look | None = None) -> Group:
     """Joins the ranks that meet in ``store``, whose keys are new and theirs alone; returns the default group.
 
-    Called by every rank, while it has no default group. Raises as ``init`` does.
+    Called by every rank, while it has no default group. Raises as ``init`` does, and what ``look`` raises, which is
+    called now and then in all waits: so the ranks give up together what one of them has given up.
     """
-    return _join(store, _launch_info(rank, world_size), config)
+    return _join(store, _launch_info(rank, world_size), config, look)
 
 
-def _join(store: Store, launch: LaunchInfo, config: Config) -> Group:
+def _join(store: Store, launch: LaunchInfo, config: Config, look: Look | None = None) -> Group:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as above
 
     rank, world_size, table = launch.rank, launch.world_size, load_table(config.algorithms)
     own = make_boards(config.monitor)
     address = None if own is None else own.address()
-    host_ids, addresses = exchange_hosts(store, rank, world_size, config.transport, table, config.timeout_s, address)
+    patience = Patience(config.timeout_s, look)
+    host_ids, addresses = exchange_hosts(store, rank, world_size, config.transport, table, patience, address)
     if own is not None:
         own.meet(addresses, host_ids, rank)
-    transport = _connect(store, rank, config, host_ids, "world")
+    transport = _connect(store, rank, config, host_ids, "world", look)
     says_local = launch.launcher != "none" and launch.local_world_size > 1
     state.local_rank = launch.local_rank if says_local else host_ids[:rank].count(host_ids[rank])
     selector = Selector(transport, Topology.of_hosts(host_ids), table)
@@ -251,12 +253,14 @@ def connect_group(
     owner closes. ``ranks`` are the global ranks of its members.
     """
     table = load_table(config.algorithms)
-    host_ids, _ = exchange_hosts(store, rank, world_size, config.transport, table, config.timeout_s, None)
+    host_ids, _ = exchange_hosts(store, rank, world_size, config.transport, table, Patience(config.timeout_s))
     transport = _connect(store, rank, config, host_ids, name)
     return Group(transport, name, ranks, selector=Selector(transport, Topology.of_hosts(host_ids), table))
 
 
-def _connect(store: Store, rank: int, config: Config, host_ids: tuple[str, ...], name: str) -> Transport:
+def _connect(
+    store: Store, rank: int, config: Config, host_ids: tuple[str, ...], name: str, look: Look | None = None
+) -> Transport:
     """Connects the transport of a group called ``name`` and meets its other ranks."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as above
 
@@ -267,16 +271,32 @@ def _connect(store: Store, rank: int, config: Config, host_ids: tuple[str, ...],
         store=PrefixStore(kind, store),
         host_ids=host_ids,
         timeout_s=config.timeout_s,
+        look=look,
     )
     transport = connect(kind, spec)
     transport.group_name = name
     try:
+        if look is not None:  # else a rank that gave up, and is no member, would be waited for where nobody looks
+            _await_members(store, rank, world_size, Patience(config.timeout_s, look))
         meet(transport)
     except BaseException:
         transport.close()
         raise
     _log.info("rank %d of %d of group %r joined by transport %s", rank, world_size, name, kind)
     return transport
+
+
+def _await_members(store: Store, rank: int, world_size: int, patience: Patience) -> None:
+    """Returns once every rank has said that it has connected. From then on who leaves closes the group, or dies."""
+    keys = [f"connected{member}" for member in range(world_size)]
+    store.set(keys[rank], "1")
+    try:
+        patience.wait(store, keys)
+    except RuntimeError as error:  # torch's
+        raise CollectiveTimeoutError(
+            f"init on rank {rank} of {world_size}: the others did not connect within {patience.timeout_s:.3g} s "
+            f"({str(error).partition(chr(10))[0]}); see their own errors"
+        ) from error
 
 
 def _choose_transport(name: str, host_ids: tuple[str, ...]) -> str:

@@ -26,10 +26,11 @@ agreed upon in the store, by three rules:
 4. Who is on the roll says so, and connects to the others once all have said it. Who finds that a rank has gone on
    goes on too.
 
-So there is one roll a generation, on which all agree, and nobody waits in a generation that others have left. A roll
-that names a dead incarnation is given up as soon as its successor has come. Only a rank that dies after it has said
-that it is there, before it is connected, costs the others a timeout. An incarnation that has been replaced while it was
-stopped is told so, and takes no further part; ending it is the supervisor's part.
+So there is one roll a generation, on which all agree, and nobody waits in a generation that others have left: a rank
+looks whether they have (``is_abandoned``) as long as it connects, wherever that makes it wait. A roll that names a dead
+incarnation is given up as soon as its successor has come. The timeout of connecting (_PATIENCE_S) is for what no rank
+can see: a network between them that swallows what they send. An incarnation that has been replaced while it was stopped
+is told so, and takes no further part; ending it is the supervisor's part.
 
 ``Joining`` is this protocol alone. It never blocks, sleeps or reads a clock, so that a test can run all ranks of a
 world in one thread, with any interleaving, deaths and delays, from a seed.
@@ -58,7 +59,7 @@ __all__ = ["Entry", "Generation", "Joining", "KeyValues", "Membership", "Roll"]
 _log = logging.getLogger("pycomm")
 
 _POLL_S = 0.002
-_PATIENCE_S = 2.0  # for ranks that are all there to reach each other; doubled each time that it was too short
+_PATIENCE_S = 30.0  # for ranks that are all there to reach each other; doubled each time that it was too short
 
 
 class KeyValues(Protocol):
@@ -146,13 +147,17 @@ class Joining:
                 if not self._is_here:
                     self._store.set(self._here_key(self._rank), "1")
                     self._is_here = True
-                if not self._store.check([self._left_key()]):
+                if not self.is_abandoned():
                     is_complete = self._store.check([self._here_key(rank) for rank in range(self._world_size)])
                     return roll if is_complete else None
             else:
                 self._check_not_replaced(mine)
             self._go_on()
         return None
+
+    def is_abandoned(self) -> bool:
+        """Whether a rank has gone on from the generation whose roll ``advance`` returned last."""
+        return self._store.check([self._left_key()])
 
     def missing(self) -> list[int]:
         """Returns the ranks that have not come to the generation that this one wants."""
@@ -291,6 +296,10 @@ class Membership:
     def _connect(self, roll: Roll, patience_s: float) -> Group:
         store = self._prefixed(f"generation{roll.number}")
         config = replace(self._config, timeout_s=patience_s)
-        group = join_ranks(store, self.rank, self.world_size, config)
+        group = join_ranks(store, self.rank, self.world_size, config, self._look)
         group.timeout_s = group.transport.timeout_s = self._config.timeout_s
         return group
+
+    def _look(self) -> None:
+        if self._joining.is_abandoned():
+            raise TransportError("a rank has left this generation: it was started again, or could not connect")

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..registry import Registry
+from ._patience import Look, Patience
 from .base import Request, Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["TRANSPORTS", "ConnectSpec", "Request", "Transport", "connect"]
+__all__ = ["TRANSPORTS", "ConnectSpec", "Look", "Patience", "Request", "Transport", "connect"]
 
 TRANSPORTS = Registry("pycomm.transport", "pycomm.transports", "transport", helpers=frozenset({"base"}))
 
@@ -22,7 +23,8 @@ class ConnectSpec:
     """What a transport needs to join its ranks.
 
     ``store`` is shared by exactly these ranks and this connect, so keys need no further prefix. ``host_ids[r]`` says
-    where rank r runs: ranks with equal ids can share memory. ``timeout_s`` becomes the transport's default, in seconds.
+    where rank r runs: ranks with equal ids can share memory. ``timeout_s`` becomes the transport's default, in seconds;
+    so long ranks are waited for. A transport calls ``look`` now and then meanwhile; it raises what has made that vain.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class ConnectSpec:
     store: Store
     host_ids: tuple[str, ...]
     timeout_s: float
+    look: Look | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -13,6 +13,7 @@ import array
 import hmac
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from ..errors import CollectiveTimeoutError, TransportError
 from ..ops import native
 from ..topology import available_cores
+from ._patience import Patience
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,17 +48,16 @@ class SharedMemory(NamedTuple):
     cores: int  # that the ranks have together
 
 
-def share_memory(store: Store, host: str, host_rank: int, host_ranks: int, timeout_s: float) -> SharedMemory:
+def share_memory(store: Store, host: str, host_rank: int, host_ranks: int, patience: Patience) -> SharedMemory:
     """Joins the ``host_ranks`` ranks of this host; every one of them calls it.
 
     Raises:
-        CollectiveTimeoutError: not all of them came within ``timeout_s``.
+        CollectiveTimeoutError: not all of them came within ``patience``.
         TransportError: the memory could not be made, or a stranger answered.
     """
-    deadline = time.monotonic() + timeout_s
     if host_rank == 0:
-        return _lead(store, host, host_ranks, deadline)
-    return _follow(store, host, host_rank, host_ranks, deadline)
+        return _lead(store, host, host_ranks, patience)
+    return _follow(store, host, host_rank, host_ranks, patience)
 
 
 def _cpus() -> tuple[int, int]:
@@ -66,12 +67,12 @@ def _cpus() -> tuple[int, int]:
     return (quota if quota < len(affinity) else 0), sum(1 << min(cpu, 8 * _CPU_BYTES - 1) for cpu in affinity)
 
 
-def _lead(store: Store, host: str, host_ranks: int, deadline: float) -> SharedMemory:
+def _lead(store: Store, host: str, host_ranks: int, patience: Patience) -> SharedMemory:
     memory = native().shm_create_memory(host_ranks)
     pidfds = [-1] * host_ranks
     peers: dict[int, socket.socket] = {}
     try:
-        return _gather(store, host, deadline, memory, pidfds=pidfds, peers=peers)
+        return _gather(store, host, patience, memory, pidfds=pidfds, peers=peers)
     except BaseException:
         for connection in peers.values():
             connection.close()
@@ -82,7 +83,7 @@ def _lead(store: Store, host: str, host_ranks: int, deadline: float) -> SharedMe
 
 
 def _gather(
-    store: Store, host: str, deadline: float, memory: int, *, pidfds: list[int], peers: dict[int, socket.socket]
+    store: Store, host: str, patience: Patience, memory: int, *, pidfds: list[int], peers: dict[int, socket.socket]
 ) -> SharedMemory:
     """Admits the other ranks and hands everything to them; fills ``pidfds`` and ``peers``, which the caller closes."""
     token = secrets.token_bytes(_TOKEN_BYTES)
@@ -96,7 +97,7 @@ def _gather(
         listener.bind(name)
         listener.listen(host_ranks + _STRANGERS)
         store.set(f"{host}/socket", name.encode().hex() + ":" + token.hex())
-        for connection, hello in _arrivals(listener, token, host_ranks, deadline):
+        for connection, hello in _arrivals(listener, token, host_ranks, patience):
             if hello.rank in peers:
                 os.close(hello.pidfd)
                 connection.close()
@@ -141,17 +142,17 @@ class _Hello(NamedTuple):
 
 
 def _arrivals(
-    listener: socket.socket, token: bytes, host_ranks: int, deadline: float
+    listener: socket.socket, token: bytes, host_ranks: int, patience: Patience
 ) -> Iterator[tuple[socket.socket, _Hello]]:
-    """Yields who belongs, as they come, until ``deadline``. Strangers learn nothing, and delay nobody: one that says
+    """Yields who belongs, as they come, within ``patience``. Strangers learn nothing, and delay nobody: one that says
     nothing is waited for beside the others, and at most ``_STRANGERS`` of them.
     """
     waiting: list[socket.socket] = []
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
-            while host_ranks > 1 and (left_s := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left_s):
+            while host_ranks > 1 and not patience.is_over():
+                for key, _ in selector.select(patience.slice_s()):
                     if key.fileobj is listener:
                         connection, _ = listener.accept()
                         if _peer(connection)[1] != os.getuid():
@@ -172,7 +173,7 @@ def _arrivals(
                     if hello is None:
                         connection.close()
                     else:
-                        connection.settimeout(max(0.001, deadline - time.monotonic()))
+                        connection.settimeout(patience.left_s())
                         yield connection, hello
         finally:
             for connection in waiting:
@@ -203,14 +204,14 @@ def _admit(connection: socket.socket, token: bytes, host_ranks: int) -> _Hello |
     return _Hello(rank, quota, int.from_bytes(cpus, "little"), fds[0], _peer(connection)[0])
 
 
-def _follow(store: Store, host: str, host_rank: int, host_ranks: int, deadline: float) -> SharedMemory:
+def _follow(store: Store, host: str, host_rank: int, host_ranks: int, patience: Patience) -> SharedMemory:
     quota, cpus = _cpus()
-    name, _, token = store.get(f"{host}/socket").decode().partition(":")
+    name, _, token = _address_of_leader(store, host, host_rank, patience)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        connection.settimeout(patience.left_s())
         own = os.pidfd_open(os.getpid())
         try:
-            _connect(connection, bytes.fromhex(name), deadline)
+            _connect(connection, bytes.fromhex(name), patience)
             if _peer(connection)[1] != os.getuid():
                 raise ConnectionError("another user answered")
             socket.send_fds(
@@ -218,6 +219,7 @@ def _follow(store: Store, host: str, host_rank: int, host_ranks: int, deadline: 
                 [_HELLO.pack(bytes.fromhex(token), host_rank, quota, cpus.to_bytes(_CPU_BYTES, "little"))],
                 [own],
             )
+            _await(connection, patience)
             ranks, cores = _WELCOME.unpack(_read(connection, _WELCOME.size))
             if ranks != host_ranks:
                 raise TransportError(
@@ -239,15 +241,37 @@ def _follow(store: Store, host: str, host_rank: int, host_ranks: int, deadline: 
     return SharedMemory(memory, tuple(pidfds), pids, cores)
 
 
-def _connect(connection: socket.socket, name: bytes, deadline: float) -> None:
-    """Connects; while the listener's queue is full, which strangers can fill, tries again until ``deadline``."""
+def _address_of_leader(store: Store, host: str, host_rank: int, patience: Patience) -> tuple[str, str, str]:
+    """Returns the socket's name, a colon and the token, which the host's first rank leaves in the store."""
+    key = f"{host}/socket"
+    try:
+        patience.wait(store, [key])
+    except RuntimeError as error:  # torch's
+        raise CollectiveTimeoutError(
+            f"init: local rank {host_rank} waited {patience.timeout_s:.3g} s for the first rank of its host, which did "
+            f"not make the shared memory; see that rank's own error ({str(error).partition(chr(10))[0]})"
+        ) from error
+    return store.get(key).decode().partition(":")
+
+
+def _await(connection: socket.socket, patience: Patience) -> None:
+    """Returns once there is something to read: the leader speaks when all ranks of the host have come."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while not poll.poll(1e3 * patience.slice_s()):
+        if patience.is_over():
+            raise TimeoutError("the other ranks of this host did not come in time")
+
+
+def _connect(connection: socket.socket, name: bytes, patience: Patience) -> None:
+    """Connects; while the listener's queue is full, which strangers can fill, tries again within ``patience``."""
     while True:
         try:
             return connection.connect(name)
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise TimeoutError("its queue stayed full") from None
-            time.sleep(0.002)
+            time.sleep(min(0.002, patience.slice_s()))
 
 
 def _read(connection: socket.socket, size_bytes: int) -> bytes:

@@ -27,6 +27,7 @@ import torch.distributed
 from ..errors import NativeUnavailableError
 from ..ops import native
 from ..topology import host_id
+from ._patience import Patience
 from ._wording import NO_STATUS, Failure
 
 if TYPE_CHECKING:
@@ -99,11 +100,11 @@ class Watch:
         self._ask_s = _ASK_STORE_S
 
     @classmethod
-    def connect(cls, store: Store, rank: int, world_size: int) -> Watch:
+    def connect(cls, store: Store, rank: int, world_size: int, patience: Patience) -> Watch:
         """Tells the others which process this is, and learns theirs. Called by every rank."""
         keys = [f"process{member}" for member in range(world_size)]
         store.set(keys[rank], json.dumps(_this_process()))
-        store.wait(keys)
+        patience.wait(store, keys)
         can_multi_get = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
         told = store.multi_get(keys) if can_multi_get else [store.get(key) for key in keys]
         members = []

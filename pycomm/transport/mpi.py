@@ -34,6 +34,7 @@ from ..types import ReduceOp
 from . import _wording as wording
 from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
+from ._patience import Patience
 from ._watch import SLICE_S, Watch
 from ._watched import WatchedTransport
 
@@ -468,5 +469,5 @@ def connect(spec: ConnectSpec) -> MpiTransport:
         )
     # Its own context, so that pycomm's messages never meet the program's. Blocks only until the others are here too,
     # and they are on their way: init has just exchanged their host ids.
-    watch = Watch.connect(spec.store, spec.rank, spec.world_size)
+    watch = Watch.connect(spec.store, spec.rank, spec.world_size, Patience(spec.timeout_s, spec.look))
     return MpiTransport(world.Split(0, spec.rank), spec.timeout_s, watch)

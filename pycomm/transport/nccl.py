@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +26,7 @@ import torch
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
 from ..types import ReduceOp
 from ._nccl_library import IN_PROGRESS, REMOTE_ERROR, SUCCESS, Event, Library, import_nccl
+from ._patience import Patience
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ def join(library: Library, spec: ConnectSpec) -> NcclTransport:
     if spec.rank == 0:
         store.set("unique_id", library.unique_id())
     try:
-        store.wait(["unique_id"], timedelta(seconds=min(spec.timeout_s, 1e9)))
+        Patience(spec.timeout_s, spec.look).wait(store, ["unique_id"])
     except RuntimeError as error:  # torch's DistStoreError
         raise CollectiveTimeoutError(
             f"rank {spec.rank} of {spec.world_size}: rank 0 did not start NCCL within {spec.timeout_s:.3g} s; see its "

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..ops import native
 from ..types import VERBS, ReduceOp, dtype_of_name
 from ._handoff import share_memory
+from ._patience import Patience
 from ._wording import CODES
 from .base import Request, Transport
 
@@ -261,6 +262,6 @@ def connect(spec: ConnectSpec) -> ShmTransport:
         raise ConfigError(
             f"init: transport 'shm' joins up to {limit} ranks, got {spec.world_size}; use transport='mpi' or 'torch'"
         )
-    memory = share_memory(spec.store, host, spec.rank, spec.world_size, spec.timeout_s)
+    memory = share_memory(spec.store, host, spec.rank, spec.world_size, Patience(spec.timeout_s, spec.look))
     joined = _Host(memory.fd, memory.pidfds, memory.pids, -(-spec.world_size // memory.cores), spec.rank)
     return ShmTransport(joined, range(spec.world_size), spec.rank, "world", 0, spec.timeout_s)

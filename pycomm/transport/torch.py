@@ -29,6 +29,7 @@ from ..topology import local_address
 from ..types import ReduceOp
 from . import _wording as wording
 from ._deaf_sockets import deafen, listening_sockets
+from ._patience import Patience
 from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages
 from ._watch import Watch, slices_s
@@ -252,7 +253,7 @@ class TorchTransport(WatchedTransport):
         names = "-".join(str(rank) for rank in ranks)
         name = f"split{key}/{names}"
         rank = list(ranks).index(self.rank)
-        spec = _Meeting(dist.PrefixStore(name, self._store), rank, len(ranks), self.timeout_s, self._host)
+        spec = _Meeting(dist.PrefixStore(name, self._store), rank, len(ranks), Patience(self.timeout_s), self._host)
         return _make_gloo(spec, self.watch.split(ranks, rank, name))
 
     def close(self) -> None:
@@ -384,8 +385,9 @@ def connect(spec: ConnectSpec) -> TorchTransport:
     On one host it binds to loopback, else to the interface in GLOO_SOCKET_IFNAME, else to the address on the way to the
     store.
     """
-    meeting = _Meeting(spec.store, spec.rank, spec.world_size, spec.timeout_s, _gloo_host(spec))
-    return _make_gloo(meeting, Watch.connect(spec.store, spec.rank, spec.world_size))
+    patience = Patience(spec.timeout_s, spec.look)
+    meeting = _Meeting(spec.store, spec.rank, spec.world_size, patience, _gloo_host(spec))
+    return _make_gloo(meeting, Watch.connect(spec.store, spec.rank, spec.world_size, patience))
 
 
 def _gloo_host(spec: ConnectSpec) -> str | None:
@@ -406,21 +408,22 @@ class _Meeting(NamedTuple):
     store: Store
     rank: int
     world_size: int
-    timeout_s: float
+    patience: Patience
     host: str | None
 
 
 def _make_gloo(meeting: _Meeting, watch: Watch) -> TorchTransport:
-    store, rank, world_size, timeout_s, host = meeting
+    store, rank, world_size, patience, host = meeting
+    timeout_s = patience.timeout_s
     if not dist.is_gloo_available():
         raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout_of(timeout_s)
+    options._timeout = timeout_of(patience.left_s())
     before = set(listening_sockets())
     options._devices = [_gloo_device(host)]
     listeners = set(listening_sockets()) - before
     try:
-        group = dist.ProcessGroupGloo(store, rank, world_size, options)
+        group = patience.run(lambda: dist.ProcessGroupGloo(store, rank, world_size, options))
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else its ranks connect as they need each other
             deafen(listeners)
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 import pycomm
 from harness import interrupt_once_in_a_call, is_in_a_call, run_ranks, wait_until
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, ReduceOp, TransportError
+from pycomm.transport import Patience
 from pycomm.transport._handoff import share_memory
 
 
@@ -355,7 +356,7 @@ def test_strangers_at_the_socket_learn_nothing_and_stop_nothing() -> None:
     results: list[Any] = [None, None]
 
     def join(rank: int) -> None:
-        results[rank] = share_memory(store, "host", rank, 2, 60.0)
+        results[rank] = share_memory(store, "host", rank, 2, Patience(60.0))
 
     leader = threading.Thread(target=join, args=(0,))
     leader.start()

@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 
 import pycomm
 from harness import run_ranks
+from pycomm.transport import Patience
 from pycomm.transport._deaf_sockets import listening_sockets
 from pycomm.transport._handoff import share_memory
 
@@ -41,11 +42,11 @@ class Meeting:
         self.name, self.token = bytes.fromhex(name), bytes.fromhex(token)
 
     def _lead(self) -> None:
-        self.result = share_memory(self.store, "host", 0, 2, 100.0)
+        self.result = share_memory(self.store, "host", 0, 2, Patience(100.0))
 
     def finish(self) -> None:
         """Rank 1 comes, and both hold the same memory."""
-        joined = share_memory(self.store, "host", 1, 2, 60.0)
+        joined = share_memory(self.store, "host", 1, 2, Patience(60.0))
         self.thread.join(60.0)
         assert not self.thread.is_alive()
         assert os.fstat(joined.fd).st_ino == os.fstat(self.result.fd).st_ino

@@ -6,8 +6,8 @@ Every step is an all_reduce of a random size whose sum is checked; the sum of th
 that was started again copies from another. At the end the state must be what an undisturbed job would have: no step
 lost, none done twice. One rank that has the state is always left alive, since a state that nobody holds any more is
 lost with whatever library. After a few strikes in a row the supervisor waits for a step, since on a busy machine
-coming together again may take longer than the time between two strikes. The run stops where 30 s pass without a strike
-and without a finished step, and shows every rank's stack.
+coming together again may take longer than the time between two strikes. The run stops where 30 s (``--stuck``) pass
+without a strike and without a finished step, and shows every rank's stack.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import pycomm
 from pycomm.fault import Generation, Membership
 
 RANKS = 8
-STUCK_S = 30.0
 PAUSE_S = 0.01  # at most, between two steps of a rank: so some wait in a collective when they are struck, some do not
 MOST_IN_A_ROW = 8  # moments of strikes without a finished step between them
 _SIZES = (1, 5, 1000, 4099, 70_001, 300_007)
@@ -112,8 +111,9 @@ def leave(step: int) -> None:
 class Soak:
     """Starts the ranks, strikes them, starts them again; see the top of this file."""
 
-    def __init__(self, seed: int, folder: str) -> None:
+    def __init__(self, seed: int, folder: str, stuck_s: float) -> None:
         self.random = random.Random(seed)
+        self.stuck_s = stuck_s
         self.folder = Path(folder)
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "pycomm.fault", "pycomm.collectives.verbs", __name__])
@@ -124,6 +124,7 @@ class Soak:
         self.back_at = [0.0] * RANKS  # when a dead rank is started again
         self.wake_at = [0.0] * RANKS
         self.strikes = {"kill": 0, "stop": 0, "start": 0}
+        self.longest_s = {"without a step": 0.0, "without a step or a strike": 0.0}
 
     def start(self, rank: int) -> Any:
         dump = str(self.folder / f"stack{rank}")
@@ -133,7 +134,7 @@ class Soak:
         process.start()
         return process
 
-    def run(self, duration_s: float) -> dict[str, int]:
+    def run(self, duration_s: float) -> dict[str, float]:
         """Returns what was done. Raises AssertionError if the job hangs, is wrong or leaks."""
         try:
             self._disturb(duration_s)
@@ -145,11 +146,13 @@ class Soak:
         steps, generations = self.board[0], max(self.board[1::_FIELDS])
         descriptors = self.board[2::_FIELDS]
         assert max(descriptors) < min(descriptors) + 16, f"descriptors of the ranks: {list(descriptors)}"
-        return {"steps": steps, "generations": generations, **self.strikes}
+        longest = {f"longest {what}, s": round(longest_s, 2) for what, longest_s in self.longest_s.items()}
+        return {"steps": steps, "generations": generations, **self.strikes, **longest}
 
     def _disturb(self, duration_s: float) -> None:
         end, next_strike = time.monotonic() + duration_s, time.monotonic() + 1.0
-        finished, calm_since, in_a_row = 0, time.monotonic(), 0
+        finished, in_a_row = 0, 0
+        done_at = calm_since = time.monotonic()
         while (now := time.monotonic()) < end:
             time.sleep(0.01)
             self._revive(now)
@@ -158,8 +161,11 @@ class Soak:
                 self._strike(now)
                 calm_since, in_a_row = now, in_a_row + 1
             if max(self.board[::_FIELDS]) > finished:
-                finished, calm_since, in_a_row = max(self.board[::_FIELDS]), now, 0
-            assert now - calm_since < STUCK_S, f"no step after {finished} for {STUCK_S} s\n{self._stacks()}"
+                finished, in_a_row = max(self.board[::_FIELDS]), 0
+                done_at = calm_since = now
+            for what, since in zip(self.longest_s, (done_at, calm_since), strict=True):
+                self.longest_s[what] = max(self.longest_s[what], now - since)
+            assert now - calm_since < self.stuck_s, f"no step after {finished} for {self.stuck_s} s\n{self._stacks()}"
 
     def _strike(self, now: float) -> None:
         how = self.random.choice(("kill", "kill", "stop"))
@@ -203,7 +209,7 @@ class Soak:
         """Peace: everybody lives, and the job ends by itself, soon."""
         self._revive(float("inf"))
         self.last_step.value = max(self.board[::_FIELDS]) + 20
-        deadline = time.monotonic() + STUCK_S
+        deadline = time.monotonic() + self.stuck_s
         for rank, process in enumerate(self.processes):
             process.join(max(0.0, deadline - time.monotonic()))
             assert process.exitcode is not None, f"rank {rank} does not end\n{self._stacks()}"
@@ -220,11 +226,13 @@ class Soak:
         return f"board {list(self.board)}\n" + "\n".join(stacks)
 
 
-def soak(seed: int, duration_s: float) -> dict[str, int]:
-    """Runs the job for ``duration_s`` and returns the steps done, the generations needed and the strikes dealt."""
+def soak(seed: int, duration_s: float, stuck_s: float) -> dict[str, float]:
+    """Runs the job for ``duration_s``; returns the steps done, the generations needed, the strikes dealt
+    and the longest times without a finished step.
+    """
     descriptors = len(os.listdir("/proc/self/fd"))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        done = Soak(seed, folder).run(duration_s)
+        done = Soak(seed, folder, stuck_s).run(duration_s)
     left = [name for name in os.listdir("/dev/shm") if "pycomm" in name]
     assert not left, left
     assert len(os.listdir("/proc/self/fd")) < descriptors + 64, "descriptors of the supervisor"
@@ -235,9 +243,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--stuck", type=float, default=30.0, metavar="SECONDS")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    print(soak(options.seed, 60 * options.minutes))
+    print(soak(options.seed, 60 * options.minutes, options.stuck))
 
 
 if __name__ == "__main__":

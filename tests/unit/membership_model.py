@@ -6,6 +6,9 @@
 A rank runs until it touches the store; there the model may let others run first, stop it for long, or kill it. So every
 point between two accesses to the store is a place where anything may happen. A supervisor starts dead ranks again, and
 sometimes one that was merely stopped: then two processes play one rank. Time is counted in actions.
+
+A rank that connects to the others of a roll has no timeout here: what it goes by is ``Joining.is_abandoned`` alone, or,
+in every other world, also a death that it sees (a connection that breaks, a process that ends).
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from collections.abc import Callable
 from pycomm.errors import TransportError
 from pycomm.fault.membership import Joining, Roll
 
-PATIENCE = 60  # actions that a rank tries to reach the others of a roll
 TROUBLE = 250  # actions in which ranks die
 PEACE = 6000  # actions after that, in which all of them have to come together
 
@@ -38,7 +40,6 @@ class Process:
         self.joining = world.machine(Model(self), rank, world.size, self.incarnation)
         self.roll: Roll | None = None  # that it tries to reach the members of, or is a member of
         self.is_member = False
-        self.since = 0
         self.step = 0
         self.is_alive = True
         self.is_busy = False  # in the middle of an access to the store
@@ -75,7 +76,7 @@ class Process:
                 self.joining.begin(self.step)  # its join timed out, and is called again
             return
         self.world.check_roll(self, roll)
-        self.roll, self.since = roll, self.world.now
+        self.roll = roll
         self.world.arrived.setdefault(roll.number, set()).add(self.rank)
 
     def _connect(self, roll: Roll) -> None:
@@ -83,7 +84,7 @@ class Process:
             self.is_member = True
             self.step = max(entry.step for entry in roll.entries)
             self.world.trace(f"{self} is a member of generation {roll.number}, step {self.step}")
-        elif self.world.now - self.since > PATIENCE or (self._misses_one(roll) and self.world.random.random() < 0.3):
+        elif self.joining.is_abandoned() or self._sees_a_death(roll):
             self.world.trace(f"{self} gives generation {roll.number} up")
             self.roll = None
             self.joining.reject()
@@ -97,6 +98,9 @@ class Process:
         peers = [self.world.player(rank, roll) for rank in range(self.world.size)]
         if all(peer is not None and peer.is_member and peer.step >= self.step for peer in peers):
             self.step += 1
+
+    def _sees_a_death(self, roll: Roll) -> bool:
+        return self.world.can_see_deaths and self.world.random.random() < 0.3 and self._misses_one(roll)
 
     def _misses_one(self, roll: Roll) -> bool:
         """Whether a member of ``roll`` has died, or has gone on from it."""
@@ -148,6 +152,7 @@ class World:
         self.machine = machine
         self.trace = trace
         self.size = self.random.randint(2, 5)
+        self.can_see_deaths = self.random.random() < 0.5
         self.values: dict[str, str] = {}
         self.now = 0
         self.depth = 0

@@ -17,6 +17,7 @@ from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError,
 from pycomm.algorithms.selection import load_table
 from pycomm.algorithms.tables import Table
 from pycomm.collectives.exchange import exchange_hosts
+from pycomm.transport import Patience
 from pycomm.transport.local import LocalWorld
 
 TABLE = load_table("")
@@ -96,7 +97,7 @@ def errors_of_ranks_that_meet(*asking: tuple[str, Table]) -> list[CollectiveMism
 
     def join(rank: int, transport: str, table: Table) -> None:
         try:
-            exchange_hosts(store, rank, len(asking), transport, table, 60.0)
+            exchange_hosts(store, rank, len(asking), transport, table, Patience(60.0))
         except CollectiveMismatchError as error:
             errors.append(error)
 
@@ -125,7 +126,7 @@ def test_ranks_with_different_tables_are_told() -> None:
 
 def test_the_missing_rank_is_named() -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] did not come within 0.05 s"):
-        exchange_hosts(dist.HashStore(), 0, 3, "auto", TABLE, 0.05)
+        exchange_hosts(dist.HashStore(), 0, 3, "auto", TABLE, Patience(0.05))
 
 
 def test_threads_have_groups_of_their_own() -> None:

@@ -1,0 +1,79 @@
+"""How long a rank that joins the others waits for them, and what ends that earlier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Look", "Patience"]
+
+Look = Callable[[], None]  # raises what has made it vain to wait any longer
+T = TypeVar("T")
+
+_SLICE_S = 0.05  # of a wait, between two looks
+_ASK_STORE_S = 0.005
+_LONGEST_SLICE_S = 3600.0  # what everything that waits can count
+_SHORTEST_SLICE_S = 1e-3  # torch's stores take 0 for "for ever"
+
+
+class Patience:
+    """A deadline for all the waits of one joining, and a look around between two slices of each.
+
+    Used by one thread.
+    """
+
+    def __init__(self, timeout_s: float, look: Look | None = None) -> None:
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self._look = look
+
+    def left_s(self) -> float:
+        """Returns how long there is to wait yet; more than 0 even where the deadline has passed."""
+        return min(max(self.deadline - time.monotonic(), _SHORTEST_SLICE_S), _LONGEST_SLICE_S)
+
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
+
+    def slice_s(self) -> float:
+        """Looks around, and returns how long to wait before the next time. Raises what ``look`` raises."""
+        if self._look is None:
+            return self.left_s()
+        self._look()
+        return min(self.left_s(), _SLICE_S)
+
+    def wait(self, store: Store, keys: Sequence[str]) -> None:
+        """Returns once all ``keys`` are in ``store``; raises what the store does at the deadline, or if it is gone."""
+        while self._look is not None and not self.is_over():
+            self._look()
+            if store.check(list(keys)):
+                return
+            time.sleep(_ASK_STORE_S)  # torch logs two lines for each wait that runs out
+        store.wait(list(keys), timedelta(seconds=self.left_s()))
+
+    def run(self, joining: Callable[[], T]) -> T:
+        """Returns what ``joining()`` does, which blocks where nobody can look around: in a thread, if there is a look.
+
+        If that ends the wait the thread stays behind, until ``joining`` gives up by itself.
+        """
+        if self._look is None:
+            return joining()
+        outcome: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                outcome.set_result(joining())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        Thread(target=settle, name="pycomm joins", daemon=True).start()
+        while not wait([outcome], self.slice_s()).done:
+            pass
+        return outcome.result()
