@@ -47,9 +47,9 @@ __all__ = [
 ]
 
 _DIED = "died without a result"
-_GRACE_S = 20.0  # for the other ranks, once one has failed; on busy cores they take a while
-_INIT_S = 100.0  # at least, for ranks to come together, however short the deadline of what they do then
-_DUMP_S = 10.0
+_GRACE_S = 300.0  # for the other ranks, once one has died or failed, and for all of them to end
+_INIT_S = 600.0  # at least, for ranks to come together, however short the deadline of what they do then
+_DUMP_S = 60.0
 _BEGUN = b"begun"  # what a rank sends first
 _PRELOAD = [
     "torch",
@@ -72,7 +72,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     transport: str = "shm",
-    timeout_s: float = 150.0,
+    timeout_s: float = 600.0,
     casualties: Collection[int] = (),
     is_fresh: bool = False,
 ) -> list[Any]:
@@ -97,7 +97,7 @@ def run_ranks(
     return [result for _, result in outcomes]
 
 
-def wait_until(is_so: Callable[[], object], timeout_s: float = 100.0) -> None:
+def wait_until(is_so: Callable[[], object], timeout_s: float = 500.0) -> None:
     """Returns once ``is_so()`` holds, which another rank, thread or process sees to; raises AssertionError at a hang.
 
     What a test needs to have happened it waits for by this, never by a sleep that is long enough as a rule: machines

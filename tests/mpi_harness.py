@@ -26,8 +26,8 @@ from typing import Any
 
 Outcome = tuple[bool, Any]  # a result, or the text of what went wrong
 
-_GRACE_S = 20.0  # for the other ranks, once one has failed; on busy cores they take a while
-_START_S = 100.0
+_GRACE_S = 300.0  # for the other ranks, once one has died or failed, and for all of them to end
+_START_S = 600.0
 _worlds: dict[int, MpiWorld] = {}
 
 

@@ -22,7 +22,7 @@ PROCESSES = [param for param in transport_params() if param.values[0] not in ("l
 def doctor() -> str:
     command = [sys.executable, "-m", "pycomm", "doctor", "--jobs", "--pid", str(os.getpid())]
     environ = {**os.environ, "COLUMNS": "250"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environ).stdout
 
 
 def late_in_my_function(folder: Path) -> None:

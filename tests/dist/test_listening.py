@@ -58,13 +58,13 @@ def running(launcher: list[str], transport: str, folder: Path, *, factor: int = 
         command, env=clean | environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 600
         while not all((folder / f"ready{rank}").exists() for rank in range(2)):
             assert process.poll() is None and time.monotonic() < deadline, "the job did not start"
             time.sleep(0.02)
         yield process.pid
         (folder / "go").touch()
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=900)
         assert process.returncode == 0, output
     finally:
         process.terminate()

@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_algorithm.py"
 
 def test_the_example() -> None:
     command = [sys.executable, "-m", "pycomm", "run", "-n", "3", str(EXAMPLE)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr
     assert "proven for 2 to 16 ranks" in result.stdout
     assert all(f"rank {rank}: {[6.0] * 5}" in result.stdout for rank in range(3))

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 from test_launchers import LAUNCHER_VARIABLES, MPIRUN, needs_mpi
 
-pytestmark = pytest.mark.timeout(300)  # the first test of a job waits for all of it, which is minutes on a busy machine
 HERE = Path(__file__).parent
 SCRIPT = HERE / "jobs" / "torch_backend.py"
 

@@ -23,7 +23,7 @@ from pycomm.transport import TRANSPORTS
 
 RANKS = 2
 NUMEL = 1 << 18
-PATIENCE_S = 40.0
+PATIENCE_S = 500.0
 
 
 def main(transport: str, folder: str, *ways: str) -> tuple[str, int, str] | None:

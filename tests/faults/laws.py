@@ -22,7 +22,7 @@ MPI = [param for param in transport_params() if param.values[0] == "mpi"]
 EVERYWHERE = [param for param in transport_params() if param.values[0] != "local"]
 
 # Seconds that a test waits before it calls a rank hung. What the times really are, benchmarks/faults.py says.
-HUNG_S = 60.0
+HUNG_S = 500.0
 
 
 class Death(NamedTuple):

@@ -19,12 +19,12 @@ JOB = Path(__file__).with_name("exits.py")
 
 def run(transport: str, folder: Path, ways: dict[str, tuple[int, int]]) -> None:
     done = subprocess.run(
-        [sys.executable, str(JOB), transport, str(folder), *ways], capture_output=True, text=True, timeout=250
+        [sys.executable, str(JOB), transport, str(folder), *ways], capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stderr
     ended = {(how, int(rank)): int(status) for how, rank, status, _ in map(str.split, done.stdout.splitlines())}
     expected = {(how, rank): status for how, statuses in ways.items() for rank, status in enumerate(statuses)}
-    assert ended == expected, f"{done.stdout}\n{done.stderr}"  # exits.py kills what takes 40 s
+    assert ended == expected, f"{done.stdout}\n{done.stderr}"  # exits.py kills what hangs
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -42,6 +42,6 @@ def test_a_call_that_a_peer_never_makes_is_broken_off(transport: str, tmp_path: 
 @pytest.mark.parametrize("transport", MPI)
 def test_a_call_that_a_peer_never_makes_is_broken_off_under_mpirun(transport: str, tmp_path: Path) -> None:
     command = [str(mpirun()), "-n", "2", sys.executable, str(JOB), transport, str(tmp_path), *STUCK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "closed while a call is under way, which is broken off" in done.stderr

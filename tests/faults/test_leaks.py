@@ -61,10 +61,10 @@ def die_together(rank: int, path: str) -> None:
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(pycomm.PeerLostError):  # of a rank that was killed before this one
         pycomm.barrier()
-    time.sleep(60)
+    time.sleep(1000)
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_ranks_leave_nothing_and_a_later_job_works(times: int, tmp_path: Path) -> None:
     """No process that holds their memory (so it is gone), no file, no socket. The harness waits for the ranks alone."""
     run_ranks(RANKS, check_sum_on, transport="shm")  # what the harness itself opens once is there
@@ -73,7 +73,7 @@ def test_killed_ranks_leave_nothing_and_a_later_job_works(times: int, tmp_path: 
         path = tmp_path / f"inode{number}"
         run_ranks(RANKS, die_together, str(path), transport="shm", casualties=range(RANKS))
         assert holders(int(path.read_text())) == set()
-    deadline, left = time.monotonic() + 60.0, names() - before
+    deadline, left = time.monotonic() + 500.0, names() - before
     while left and time.monotonic() < deadline:  # those of other jobs on this machine go away, one after the other
         time.sleep(0.1)
         left &= names()

@@ -39,14 +39,19 @@ def test_a_stopped_or_slow_rank_is_no_error(transport: str, ranks: int) -> None:
 
 
 def wait_for_a_sleeper(rank: int) -> float:
-    """Returns the share of a core that waiting took."""
-    pycomm.barrier()
-    if rank == VICTIM:
-        time.sleep(1.0)
-    begin, before_s = time.monotonic(), time.process_time()
-    pycomm.barrier()
-    spent_s = time.process_time() - before_s
-    return spent_s / max(1.0, time.monotonic() - begin)
+    """Returns the share of a core that waiting took; of the best of ten turns: other work takes part."""
+    share = torch.ones(1)
+    for _ in range(10):
+        pycomm.barrier()
+        if rank == VICTIM:
+            time.sleep(1.0)
+        begin, before_s = time.monotonic(), time.process_time()
+        pycomm.barrier()
+        share[0] = (time.process_time() - before_s) / max(1.0, time.monotonic() - begin)
+        pycomm.all_reduce(share, pycomm.ReduceOp.MAX)
+        if share < 0.2:
+            break
+    return share.item()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS + MPI)

@@ -30,7 +30,7 @@ def builder(folder: Path) -> Build:
         if not output.exists():
             language = _CUDA_ON_CPU if source.suffix == ".cu" else []
             command = [compiler, *_FLAGS, *SANITIZERS[sanitizer], *language, "-c", str(source), "-o", str(output)]
-            subprocess.run(command, check=True, timeout=800)
+            subprocess.run(command, check=True, timeout=1500)
         return output
 
     def build_one(name: str, sanitizer: str, sources: Sequence[Path]) -> Path:
@@ -38,7 +38,7 @@ def builder(folder: Path) -> Build:
             objects = list(pool.map(lambda source: compile_one(source, sanitizer), sources))
         program = folder / f"{name}-{sanitizer}"
         flags = SANITIZERS[sanitizer][:1]
-        subprocess.run([compiler, *flags, *objects, "-o", str(program), "-pthread"], check=True, timeout=800)
+        subprocess.run([compiler, *flags, *objects, "-o", str(program), "-pthread"], check=True, timeout=1500)
         return program
 
     return build_one

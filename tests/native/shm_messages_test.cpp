@@ -6,7 +6,7 @@
 namespace pycomm::shm::test {
 namespace {
 
-constexpr std::int64_t kTimeoutNs = 20'000'000'000;
+constexpr std::int64_t kTimeoutNs = 600'000'000'000;
 
 void send(Group& group, const std::vector<float>& data, int peer, std::int64_t tag) {
   Mailbox& box = group.mailbox();

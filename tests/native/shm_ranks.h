@@ -59,7 +59,7 @@ struct Host {
   Host& operator=(const Host&) = delete;
 
   // Rank `rank`'s member of the group of `members` in area `area`; blocks until all members have come.
-  std::unique_ptr<Group> group(int rank, std::vector<int> members, std::uint64_t area, double timeout_s = 20) const;
+  std::unique_ptr<Group> group(int rank, std::vector<int> members, std::uint64_t area, double timeout_s = 600) const;
 
   const int ranks, ranks_per_core, fd;
   std::vector<std::unique_ptr<Life>> lives;

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(1200)
 
 # No optimisation: what is tested is that it builds and loads.
 ENVIRON = {**os.environ, "PYCOMM_CUDA": "0", "CXXFLAGS": "-O0", "PIP_NO_INDEX": "1"}

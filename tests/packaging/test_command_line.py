@@ -14,7 +14,7 @@ from pycomm.errors import ConfigError
 
 def pycomm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pycomm", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_every_file_is_a_command_with_a_summary() -> None:

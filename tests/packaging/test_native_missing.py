@@ -22,7 +22,7 @@ BROKEN = "ImportError('_native.so: undefined symbol: _ZN5wrong')"
 
 def python(error: str, code: str) -> subprocess.CompletedProcess[str]:
     program = HIDE.format(error=error) + code
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.parametrize(("error", "reason"), [(MISSING, "pycomm._native"), (BROKEN, "undefined symbol: _ZN5wrong")])

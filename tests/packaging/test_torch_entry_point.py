@@ -35,7 +35,7 @@ def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (info / "entry_points.txt").write_text("\n".join(f"[{group}]\n{lines[0]}\n" for group in groups))
     path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=200)
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=900)
 
 
 def test_entry_points_are_declared() -> None:

@@ -20,7 +20,7 @@ from pycomm.ops.reduce import reduce_reference
 from pycomm.transport._nccl_library import IN_PROGRESS, SUCCESS
 from pycomm.types import ReduceOp
 
-PATIENCE_S = 20.0
+PATIENCE_S = 600.0
 _OPS = {"SUM": ReduceOp.SUM, "PROD": ReduceOp.PRODUCT, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
 
 

@@ -86,7 +86,7 @@ def test_the_worker_needs_nothing_of_pycomm_or_torch() -> None:
         cwd=folder.anchor,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
     )
     assert run.stdout.strip() == "set()", run.stderr
 
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_every_job(tmp_path: Path) -> None:
         ranks = _wait_for(lambda: found if len(found := _processes_with(str(folder))) >= 2 else None)
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=900)
     finally:
         process.kill()
     assert process.returncode == 130 and "interrupted" in output, output
@@ -130,12 +130,12 @@ def test_ctrl_c_ends_every_job(tmp_path: Path) -> None:
 
 
 def _wait_for(probe):  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if (found := probe()) is not None:
             return found
         time.sleep(0.05)
-    raise AssertionError("it did not happen within 60 s")
+    raise AssertionError("it did not happen within 600 s")
 
 
 def _processes_with(argument: str) -> list[int]:
@@ -155,7 +155,7 @@ def test_a_real_run_beside_gloo_and_a_checkout(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pycomm", "bench", "all_reduce", "-n", "2", "--max-bytes", "64KiB"]
     command += ["--step-factor", "16", "--rounds", "2", "--round-ms", "2", "--against", f"gloo,impi,{checkout}"]
     command += ["--json", str(lines_path), "--peers-dir", str(tmp_path / "none")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ratio" in run.stdout and f"build it with: {MAKE_PEERS}" in run.stdout
     lines = [json.loads(line) for line in lines_path.read_text().splitlines()]

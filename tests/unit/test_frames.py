@@ -27,7 +27,7 @@ class Threads(Transport):
     native = frozenset({"all_reduce"})
 
     def __init__(self, world: SimpleNamespace, rank: int, frame_bytes: int) -> None:
-        self.rank, self.world_size, self.timeout_s = rank, RANKS, 10.0
+        self.rank, self.world_size, self.timeout_s = rank, RANKS, 600.0
         self.frame_bytes = frame_bytes
         self._world = world
 

@@ -23,7 +23,7 @@ SIZES = (0, 1, 1009)
 WORLDS = (1, 2, 3)
 
 
-def run(world_size: int, body: Callable[[nccl.NcclTransport], Any], timeout_s: float = 60.0) -> list[Any]:
+def run(world_size: int, body: Callable[[nccl.NcclTransport], Any], timeout_s: float = 600.0) -> list[Any]:
     """Returns ``body(transport)`` of each rank, a thread; the transport is closed afterwards."""
     worlds: dict[Any, Any] = {}
     store = dist.HashStore()
@@ -45,12 +45,12 @@ def run(world_size: int, body: Callable[[nccl.NcclTransport], Any], timeout_s: f
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert not failures and not any(thread.is_alive() for thread in threads), "\n".join(failures) or "a rank hangs"
     return results
 
 
-def alone(timeout_s: float = 60.0) -> tuple[nccl.NcclTransport, Fake]:
+def alone(timeout_s: float = 600.0) -> tuple[nccl.NcclTransport, Fake]:
     """A world of one, and its fake."""
     fake = Fake({})
     spec = ConnectSpec(rank=0, world_size=1, store=dist.HashStore(), host_ids=("host",), timeout_s=timeout_s)

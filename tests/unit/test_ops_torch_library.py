@@ -22,12 +22,11 @@ assert torch.equal(torch_ops().reduce([x, x], 0, []), x + x)
 """
 
 
-@pytest.mark.timeout(1800)
 def test_first_use_builds_and_the_second_finds_it(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     built_at = []
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", FIRST_USE], env=environment, check=True, timeout=800)
+        subprocess.run([sys.executable, "-c", FIRST_USE], env=environment, check=True, timeout=1500)
         (library,) = tmp_path.rglob("*.so")
         built_at.append(library.stat().st_mtime_ns)
     assert built_at[0] == built_at[1]

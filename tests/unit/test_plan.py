@@ -23,7 +23,7 @@ def test_plans_need_no_torch() -> None:
         "[find_algorithm(name).plan('all_reduce', 0, Topology.of_sizes((2, 2))) for name in ALGORITHMS.names()]; "
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
 
 
 def test_the_reference_has_every_verb() -> None:

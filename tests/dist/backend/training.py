@@ -242,7 +242,7 @@ def case_checkpoint() -> None:
     with shared_folder() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(model.state_dict(), checkpoint_id=str(folder / "now"))
-        dcp.async_save(model.state_dict(), checkpoint_id=str(folder / "later")).result(timeout=60)
+        dcp.async_save(model.state_dict(), checkpoint_id=str(folder / "later")).result(timeout=500)
         for name in ("now", "later"):
             for parameter in model.parameters():
                 parameter.data.to_local().zero_()

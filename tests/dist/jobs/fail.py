@@ -17,7 +17,7 @@ def main() -> None:
     if how in ("exit", "kill"):
         if os.environ["RANK"] == "1":
             end(how)
-        time.sleep(100)
+        time.sleep(1000)
     import torch
 
     import pycomm
@@ -37,7 +37,7 @@ def main() -> None:
         end(how)
     if how == "raise":
         pycomm.all_reduce(torch.ones(3))
-    time.sleep(100)  # not in a collective, so that the others do not fail as well
+    time.sleep(1000)  # not in a collective, so that the others do not fail as well
 
 
 def end(how: str) -> None:

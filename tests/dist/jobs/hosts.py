@@ -58,7 +58,7 @@ def groups(ranks: list[int], first_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    group = pycomm.init(timeout=200)
+    group = pycomm.init(timeout=600)
     report = {
         "rank": group.rank,
         "local_rank": pycomm.local_rank(),
@@ -74,7 +74,7 @@ def main() -> None:
 
 def die() -> None:
     """The last rank ends in the middle; the others must learn of it. Their exit code says that they did."""
-    group = pycomm.init(timeout=200)
+    group = pycomm.init(timeout=600)
     pycomm.barrier()
     if group.rank == group.world_size - 1:
         os._exit(9)

@@ -13,7 +13,7 @@ def main() -> None:
     host = f"host{detect_launch().rank // 2}"
     for module in (agreement, exchange):
         vars(module)["host_id"] = lambda: host
-    group = pycomm.init("mixed", timeout=200)
+    group = pycomm.init("mixed", timeout=600)
     transport = group.transport
     for numel in (0, 1, 1009, 1 << 20):
         tensor = torch.full((numel,), float(group.rank))

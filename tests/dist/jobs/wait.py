@@ -17,7 +17,7 @@ import pycomm
 def main() -> None:
     transport, folder = sys.argv[1], Path(sys.argv[2])
     factor = float(sys.argv[3]) if len(sys.argv) > 3 else 1.0
-    world = pycomm.init(transport, timeout=200)
+    world = pycomm.init(transport, timeout=600)
     is_last = False
     while not is_last:
         group = pycomm.new_group(list(range(world.world_size)))  # its ranks meet at the store
