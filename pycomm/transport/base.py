@@ -132,7 +132,8 @@ class Transport(ABC):
     ) -> Sequence[torch.Tensor]:
         """Returns every rank's ``frame (frame_bytes,)``, in rank order, of which ``nbytes``, that rank's own, are sent.
 
-        What comes before each collective, and is each small one. Otherwise as ``exchange``.
+        What comes before each collective, and is each small one. Bytes 56 to 63 of a frame are the transport's own.
+        Otherwise as ``exchange``.
         """
         return self.exchange(frame, verb, timeout_s).unbind()
 

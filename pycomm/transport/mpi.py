@@ -24,7 +24,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,6 +31,7 @@ import torch
 from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
 from . import _wording as wording
+from ._mpi_frames import FrameSwap, FrameSwaps, frame_bytes_for
 from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
 from ._patience import Patience
@@ -106,7 +106,8 @@ class MpiTransport(WatchedTransport):
         self.watch = watch
         self._messages: MpiMessages = MpiMessages(self)
         self._under_way: dict[int, object] = {}  # by id: what MPI has and has not completed. It may touch its memory
-        self._swap: _Swap | None = None
+        self.frame_bytes = frame_bytes_for(self.world_size)
+        self._swaps: FrameSwaps | None = None
         self._types: dict[int, Any] = {}
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
@@ -128,25 +129,26 @@ class MpiTransport(WatchedTransport):
     def exchange_frames(
         self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
     ) -> Sequence[torch.Tensor]:
-        communicator = self.open_communicator()
-        if self._swap is None or self._swap.frame is not frame:  # a group's calls have the same one
-            if self._swap is not None:
-                self._swap.free()
-            self._swap = _Swap(self, frame, communicator)
-        swap = self._swap
+        self.open_communicator()
+        if self._swaps is None or self._swaps.frame is not frame:  # a group's calls have the same one
+            if self._swaps is not None:
+                self._swaps.free()
+            self._swaps = FrameSwaps(self, frame)
+        return self._swaps.run(nbytes, verb, timeout_s, self._swap)
+
+    def _swap(self, swap: FrameSwap, verb: str, timeout_s: float | None) -> None:
         try:
             with self.lock:
                 request = swap.start()
                 for _ in range(_FIRST_TESTS):
                     if request.Test():
-                        return swap.frames
+                        return
             self.wait_until(lambda: self.poll(request, verb), timeout_s, verb)
         except self.mpi.Exception as error:
             raise self.error_of(error, verb) from error
         except BaseException:  # also Ctrl-C: MPI goes on with the call
             self.keep(swap)
             raise
-        return swap.frames
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -261,8 +263,8 @@ class MpiTransport(WatchedTransport):
             return
         # Collective by the letter of MPI, which adds that it "is anticipated" to be local; MPICH and Open MPI do it so.
         with contextlib.suppress(self.mpi.Exception):
-            if self._swap is not None:
-                self._swap.free()
+            if self._swaps is not None:
+                self._swaps.free()
             communicator.Free()
 
     # -- running: also for _mpi_messages ------------------------------------------------------------------------------
@@ -376,30 +378,6 @@ class MpiTransport(WatchedTransport):
             displacements = [0, nbytes - rest_bytes]
             self._types[nbytes] = byte.Create_struct([1, rest_bytes], displacements, [pieces, byte]).Commit()
         return self._types[nbytes]
-
-
-class _Swap:
-    """The swap of one frame's memory again and again: what MPI can prepare of it is prepared, from MPI 4 on.
-
-    Two ranks on two cores, 1 KiB: 5 us, where an Iallgather takes 9.
-    """
-
-    def __init__(self, transport: MpiTransport, frame: torch.Tensor, communicator: Any) -> None:
-        self.frame = frame
-        frames = torch.empty((transport.world_size, frame.numel()), dtype=torch.uint8)
-        self.frames = frames.unbind()
-        buffers = transport.as_bytes(frame), transport.as_bytes(frames, transport.world_size)
-        self._request = communicator.Allgather_init(*buffers) if transport.mpi.Get_version() >= (4, 0) else None
-        self._begin = partial(communicator.Iallgather, *buffers) if self._request is None else self._request.Start
-
-    def start(self) -> Any:
-        """Starts one swap; returns MPI's request."""
-        return self._begin() or self._request
-
-    def free(self) -> None:
-        """Gives back what MPI prepared."""
-        if self._request is not None:
-            self._request.Free()
 
 
 def address(flat: torch.Tensor) -> Any:

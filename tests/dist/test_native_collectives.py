@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
 import time
 from functools import reduce as fold
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pycomm
 from harness import run_ranks, transport_params, wait_until
 from pycomm import CollectiveTimeoutError, ReduceOp
 from pycomm.collectives.context import default_group
@@ -175,10 +178,28 @@ def all_of_two(rank: int, _path: str) -> tuple[int, list[str]]:
 def all_of_three(rank: int, path: str) -> tuple[int, list[str]]:
     result = all_of_two(rank, path)
     splits_work(rank)
+    lengths_change(rank)
     if my_transport().name == "mpi":
         as_if_counts_were_small(rank)
     timeout_is_bounded(rank, path)  # last: it breaks the group
     return result
+
+
+def lengths_change(rank: int) -> None:
+    """Calls of all lengths one after the other, some of them of another length on rank 1; none writes too much."""
+    dice = random.Random(4711)  # the same on all ranks
+    for step in range(120):
+        numel, of_rank_1 = (dice.choice((0, 1, 240, 241, 272, 5000, 16_384, 60_000, 140_000)) for _ in range(2))
+        is_equal = step % 4 != 3 or numel == of_rank_1
+        numel = numel if is_equal or rank != 1 else of_rank_1
+        is_sum = dice.random() < 0.7
+        whole = data(rank, numel + 1, torch.float32)
+        expected = whole.clone()
+        if is_equal:
+            expected[:numel] = reduced(3, numel, torch.float32, ReduceOp.SUM) if is_sum else data(2, numel, whole.dtype)
+        with contextlib.nullcontext() if is_equal else pytest.raises(pycomm.CollectiveMismatchError):
+            pycomm.all_reduce(whole[:numel]) if is_sum else pycomm.broadcast(whole[:numel], 2)
+        assert torch.equal(whole, expected), f"step {step}: {numel} elements, {'' if is_equal else 'not '}on all ranks"
 
 
 def as_if_counts_were_small(rank: int) -> None:

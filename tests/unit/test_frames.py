@@ -14,6 +14,7 @@ import torch
 from pycomm.algorithms._agreement import FRAMES, Agreement, fits_frames
 from pycomm.algorithms.executor import Collective
 from pycomm.errors import CollectiveMismatchError
+from pycomm.transport._mpi_frames import Expected
 from pycomm.transport.base import Request, Transport
 from pycomm.types import DTYPES, ReduceOp
 
@@ -136,3 +137,14 @@ def test_frames_of_different_lengths_are_a_mismatch_and_the_ranks_go_on() -> Non
         assert not fits_frames(transport, large), "a root alone needs it"
 
     on_all_ranks(4096, act)
+
+
+def test_lengths_are_expected_as_they_came_before() -> None:
+    """MPI's frames: calls in turns are foreseen from the second round on, whatever their order within one."""
+    for turns in ([3], [0, 5], [0, 2, 7, 4]):
+        expected = Expected()
+        missed = 0
+        for length in 5 * turns:
+            missed += expected.next() != length
+            expected.was(length)
+        assert missed <= 1 + len(turns)
