@@ -64,12 +64,13 @@ class BetweenHosts:
         share, message, context = self._reduce_scatter(start, stop, turn)
         between = self._between
         chunks = Chunks(message, between, context, chunk_numel_of(share, between.world_size), label=f"turn{turn}")
-        chunks.encode(0)
-        yield self._swap(chunks.sent[0].chunk(between.world_size), chunks.received[0], turn)
-        chunks.reduce(0, is_scratch=True)
         gathered, mine = chunks.gathered[0], chunks.reduced[0]
+        arriving, summed = self._receive(chunks.received[0], 0), self._receive(gathered, 1)
+        chunks.encode(0)
+        yield arriving + self._send(chunks.sent[0].chunk(between.world_size), 0)
+        chunks.reduce(0, is_scratch=True)
         gathered.view(between.world_size, -1)[between.rank].copy_(mine)
-        yield self._swap([mine] * between.world_size, gathered, turn)
+        yield summed + self._send([mine] * between.world_size, 1)
         for _, total, payloads in self._gather_inside(start, stop, share, gathered, turn):
             chunks.decode(0, total, payloads)
 
@@ -78,9 +79,9 @@ class BetweenHosts:
         hosts, timer = self._between.world_size, self._between.timer
         slot = self._slot(share)
         gathered = self._inside.workspace.take(f"turn{turn}.gathered", hosts * slot, torch.uint8, self._total.device)
-        mine = gathered[self._between.rank * slot :][:slot]
+        mine, requests = gathered[self._between.rank * slot :][:slot], self._receive(gathered, 0)
         self._encode(mine, message, context)
-        requests = self._swap([mine] * hosts, gathered, turn)
+        requests += self._send([mine] * hosts, 0)
         if self._codec.is_sparse:
             with timer.decoding():
                 self._total[start:stop].zero_()
@@ -139,14 +140,20 @@ class BetweenHosts:
 
     # -- payloads and messages ------------------------------------------------------------------------------------
 
-    def _swap(self, sent: Sequence[torch.Tensor], received: torch.Tensor, turn: int) -> list[Request]:
-        """Starts sending ``sent[h]`` to host h, and receiving into slot h of ``received``."""
-        between, slots = self._between, received.view(self._between.world_size, -1)
-        others = [host for host in range(between.world_size) if host != between.rank]
-        return [
-            *(between.start(slots[host], host, turn, is_send=False) for host in others),
-            *(between.start(sent[host], host, turn, is_send=True) for host in others),
-        ]
+    def _receive(self, received: torch.Tensor, number: int) -> list[Request]:
+        """Starts receiving round ``number`` from host h into slot h of ``received``, all hosts but this one.
+
+        Called before there is anything to send, for the reason that ``transport/_mixed_reduce.py`` gives.
+        """
+        slots = received.view(self._between.world_size, -1)
+        return [self._between.start(slots[host], host, number, is_send=False) for host in self._others()]
+
+    def _send(self, sent: Sequence[torch.Tensor], number: int) -> list[Request]:
+        """Starts sending ``sent[h]`` to host h in round ``number``."""
+        return [self._between.start(sent[host], host, number, is_send=True) for host in self._others()]
+
+    def _others(self) -> list[int]:
+        return [host for host in range(self._between.world_size) if host != self._between.rank]
 
     def _encode(self, payload: torch.Tensor, message: Message, context: Context) -> None:
         if message.input.numel():

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..algorithms.executor import FIRST_TAG, Collective
+from ..algorithms.executor import Collective
 from ..errors import CollectiveMismatchError
-from ..transport.base import Request
+from ..transport.base import FIRST_OWN_TAG, Request
 from ..types import ReduceOp
 
 if TYPE_CHECKING:
@@ -143,11 +143,11 @@ class Wire:
             Collective(verb="all_to_all_single", input=sent, output=received, input_splits=splits, output_splits=splits)
         )
 
-    def start(self, flat: torch.Tensor, peer: int, turn: int, *, is_send: bool) -> Request:
-        """Starts a message to or from ``peer``; ``turn`` tells the messages of exchanges in turns apart."""
+    def start(self, flat: torch.Tensor, peer: int, number: int, *, is_send: bool) -> Request:
+        """Starts a message of round ``number``, 0 or 1, to or from ``peer``; those of a round keep their order."""
         self.sent_bytes += flat.nbytes * is_send
         transport = self._group.transport
-        return (transport.isend if is_send else transport.irecv)(flat, peer, FIRST_TAG + turn)
+        return (transport.isend if is_send else transport.irecv)(flat, peer, FIRST_OWN_TAG + number)
 
     @contextmanager
     def messages(self) -> Iterator[float]:

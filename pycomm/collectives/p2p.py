@@ -1,7 +1,7 @@
 """Messages between two ranks.
 
 ``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group. Messages between two ranks
-with the same tag arrive in the order they were sent. Tags are 0 to 32760: MPI promises few more, and collectives need
+with the same tag arrive in the order they were sent. Tags are 0 to 32758: MPI promises few more, and collectives need
 some.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..transport.mixed import FIRST_OWN_TAG
+from ..transport.base import FIRST_OWN_TAG
 from .context import resolve, root_rank
 from .group import Group
 from .tensors import as_tensor, flatten

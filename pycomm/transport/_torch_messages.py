@@ -10,6 +10,8 @@ never gets into the receiver's buffer; the frame tells what came instead.
 
 A receive from any rank learns the index from the frame, so a helper thread has to post the second receive; and so has
 every later receive with that tag, as nobody knows which messages those from any rank will take.
+
+Messages between ranks that have agreed on their sizes go without a frame.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from ..errors import ConfigError, PycommError
 from . import _wording as wording
 from ._watch import slices_s
-from .base import Request
+from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
 if TYPE_CHECKING:
     from .torch import TorchTransport
@@ -207,8 +209,8 @@ class PlainMessages(_Messages):
         return Posted(doing, -1 if peer is None else peer, self._transport, finish)
 
 
-class FramedMessages(_Messages):
-    """Messages that carry their size; see the note on top of this file."""
+class FramedMessages(PlainMessages):
+    """Messages that carry their size, but for those of agreed size; see the note on top of this file."""
 
     def __init__(self, transport: TorchTransport) -> None:
         super().__init__(transport)
@@ -218,6 +220,8 @@ class FramedMessages(_Messages):
         self._refused: list[object] = []  # memory that gloo may still write, or believes so
 
     def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
+        if FIRST_OWN_TAG <= tag < ANNOUNCEMENT_TAG:
+            return super()._start_send(flat, peer, tag)
         _check_tag(tag)
         doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
         group = self._transport.open_group()
@@ -241,6 +245,8 @@ class FramedMessages(_Messages):
         return Posted(doing, peer, self._transport, finish)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        if FIRST_OWN_TAG <= tag < ANNOUNCEMENT_TAG:
+            return super()._start_receive(flat, peer, tag)
         _check_tag(tag)
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)} with tag {tag}"
         group = self._transport.open_group()

@@ -39,9 +39,14 @@ if TYPE_CHECKING:
 
     Exchange = Callable[[torch.Tensor, str, float | None], torch.Tensor]  # as Transport.exchange
 
-__all__ = ["Request", "Transport"]
+__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "Request", "Transport"]
 
-_EXCHANGE_TAG = 32766  # above those of users and of plans
+# Tags of messages. Users have those below; from there on, two rounds of messages whose sizes the ranks have agreed on,
+# which need not say them, announcements (mixed.py), four for plans (algorithms/executor.py), and two more. MPI promises
+# no higher ones.
+FIRST_OWN_TAG = 32759
+ANNOUNCEMENT_TAG = FIRST_OWN_TAG + 2
+_EXCHANGE_TAG = 32766
 
 
 class Request(ABC):

@@ -40,17 +40,15 @@ from . import connect as connect_by
 from ._mixed_reduce import ColumnReduce
 from ._watched import WatchedTransport
 from ._wording import Remembered
-from .base import Request, Transport
+from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
     from .base import Exchange
 
-__all__ = ["FIRST_OWN_TAG", "MixedTransport", "connect"]
+__all__ = ["MixedTransport", "connect"]
 
 _log = logging.getLogger("pycomm")
 
-# Announcements have this tag; the tags above it are those of collectives, the ones below are the users'.
-FIRST_OWN_TAG = 32761
 _FOR_EVER_S = 1e9
 
 
@@ -76,7 +74,7 @@ class MixedTransport(Transport):
         if len(set(map(len, topology.hosts))) == 1:  # else the ranks' shards do not match; a plan finds how they do
             column = [ranks[inner.rank] for ranks in topology.hosts]
             host = topology.host_of(self.rank)
-            self._column = ColumnReduce(inner, column, host, self.start, FIRST_OWN_TAG + 1)
+            self._column = ColumnReduce(inner, column, host, self.start)
             self.native = frozenset({"all_reduce"})
 
     @property
@@ -142,7 +140,7 @@ class MixedTransport(Transport):
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
         if tag >= FIRST_OWN_TAG:
             return self.start(flat, peer, tag, is_send=True)
-        announcement = self.start(torch.tensor([tag]), peer, FIRST_OWN_TAG, is_send=True)
+        announcement = self.start(torch.tensor([tag]), peer, ANNOUNCEMENT_TAG, is_send=True)
         return _Announced(announcement, self.start(flat, peer, tag, is_send=True))
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
@@ -162,7 +160,7 @@ class MixedTransport(Transport):
     def listen(self, part: Transport, box: torch.Tensor) -> int:
         """Waits for an announcement in ``part``; returns the rank in this group of who made it."""
         with self._starting:
-            request: Any = part.irecv(box, None, FIRST_OWN_TAG)
+            request: Any = part.irecv(box, None, ANNOUNCEMENT_TAG)
         request.wait(_FOR_EVER_S)
         return int(self._neighbours[request.source] if part is self.inner else request.source)
 

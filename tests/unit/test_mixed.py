@@ -11,11 +11,12 @@ from pycomm import CollectiveTimeoutError
 from pycomm.algorithms.executor import FIRST_TAG
 from pycomm.topology import Topology
 from pycomm.transport import mixed
+from pycomm.transport.base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG
 from pycomm.transport.local import LocalTransport, LocalWorld
 
 
-def test_announcements_have_a_tag_that_nobody_else_has() -> None:
-    assert mixed.FIRST_OWN_TAG == FIRST_TAG - 1
+def test_nobody_shares_a_tag() -> None:
+    assert FIRST_OWN_TAG + 2 == ANNOUNCEMENT_TAG == FIRST_TAG - 1
 
 
 @pytest.mark.parametrize(
