@@ -10,8 +10,8 @@ gives the sum to the others. So each element is added up on one rank, and the re
 Bytes sent per rank to other hosts: 2(m-1)/m / L * S, for m hosts of L ranks and S bytes: the fewest there can be.
 
 Segments take turns (``_turns.py``), each with two rounds of messages. All ranks of a host do so in the same order, as
-the calls of shared memory must be. The receives of both rounds are posted before the segment's work begins: gloo's
-sender waits for word of the receiver's room, which would queue behind the megabytes on their way.
+the calls of shared memory must be. Receives are posted a round ahead: gloo's sender waits for word of the receiver's
+room, which would queue behind the megabytes on their way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class ColumnReduce:
         tail = torch.zeros(local, dtype=input.dtype)  # what no equal shards can be made of, in memory of its own
         tail[: input.numel() - even] = input[even:]
         numel = _shard_numel(even // local, input.itemsize)
-        segments = [*zip(output[:even].split(local * numel), input[:even].split(local * numel))] if even else []
+        halves = (torch.split(flat[:even], local * numel) for flat in (output, input))
+        segments = list(zip(*halves)) if even else []
         if even < input.numel():
             segments.append((tail, tail))
         slots = self._slots(input.dtype, numel, min(WINDOW, len(segments)))
@@ -92,9 +93,10 @@ class ColumnReduce:
         others = [(host, peer) for host, peer in enumerate(self._column) if host != mine]
         first, second = FIRST_OWN_TAG, FIRST_OWN_TAG + 1  # every rank sends the messages of a round in the same order
         arriving = [self._start(received[host], peer, first, is_send=False) for host, peer in others]
-        summed = [self._start(sums[host], peer, second, is_send=False) for host, peer in others]
         self._inner.reduce_scatter_single(shard, input, op, factor, left_s(deadline))
-        yield arriving + [self._start(parts[host], peer, first, is_send=True) for host, peer in others]
+        arriving += [self._start(parts[host], peer, first, is_send=True) for host, peer in others]
+        summed = [self._start(sums[host], peer, second, is_send=False) for host, peer in others]
+        yield arriving
         if width:
             reduce_(sums[mine], received, ReduceOp.SUM if op is ReduceOp.PREMUL_SUM else op)
         yield summed + [self._start(sums[mine], peer, second, is_send=True) for host, peer in others]
