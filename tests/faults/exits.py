@@ -7,11 +7,13 @@ for each that it forked.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -70,11 +72,15 @@ def run_off(how: str, rank: int) -> None:
     elif how == "alone":  # the other rank does not make the call; it closes the group
         if rank == 0:
             works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
-    elif how == "stuck":  # nor does it close the group, for longer than this rank waits
+    elif how == "stuck":  # nor does it close the group, before this rank has broken its call off
+        said = Path(sys.argv[2], "broken off")
         if rank == 0:
             works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
-        else:
-            time.sleep(13.0)
+            watcher = logging.Handler(logging.WARNING)
+            watcher.emit = lambda record: said.touch() if "broken off" in record.msg else None  # type: ignore[method-assign]
+            logging.getLogger("pycomm").addHandler(watcher)
+        while rank == 1 and not said.exists():
+            time.sleep(0.01)
     elif how == "thread":  # in the middle of a synchronous call, which nobody ends
         threading.Thread(target=reduce_for_ever, daemon=True).start()
         time.sleep(0.1)

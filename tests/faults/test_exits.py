@@ -36,6 +36,7 @@ def test_ranks_end_well_whatever_is_under_way(transport: str, tmp_path: Path) ->
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_call_that_a_peer_never_makes_is_broken_off(transport: str, tmp_path: Path) -> None:
     run(transport, tmp_path, STUCK)
+    assert (tmp_path / "broken off").exists()
 
 
 @pytest.mark.slow
@@ -44,4 +45,4 @@ def test_a_call_that_a_peer_never_makes_is_broken_off_under_mpirun(transport: st
     command = [str(mpirun()), "-n", "2", sys.executable, str(JOB), transport, str(tmp_path), *STUCK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "closed while a call is under way, which is broken off" in done.stderr
+    assert (tmp_path / "broken off").exists()

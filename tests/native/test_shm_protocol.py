@@ -21,9 +21,7 @@ OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "TSAN_O
 
 def build_program(build: Build, sanitizer: str) -> Path:
     shm = [REPLACED[sanitizer].get(path.name, path) for path in sorted((ROOT / "csrc/shm").glob("*.cpp"))]
-    cpu = ROOT / "csrc/kernels/cpu"
-    kernels = [cpu / "isa.cpp", *sorted(cpu.glob("reduce*.cpp"))]
-    return build("shm_test", sanitizer, [*shm, *kernels, *sorted(HERE.glob("shm_*.cpp"))])
+    return build("shm_test", sanitizer, [*shm, HERE / "plain_reduce.cpp", *sorted(HERE.glob("shm_*.cpp"))])
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
