@@ -14,21 +14,23 @@ import secrets
 from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import NativeUnavailableError, TransportError
 from ..ops import native
 from ..transport._wording import CALLS
 from ..types import dtype_of_name
+from .hooks import unwatched, watched
 
 if TYPE_CHECKING:
     import torch
 
+    from ..config import Config
     from ..types import DType, ReduceOp
     from .compression_wire import CompressionReport
     from .group import Call, Group
 
-__all__ = ["Boards", "Recorder", "boards", "group_key", "make_boards"]
+__all__ = ["Boards", "Recorder", "boards", "disown_boards", "group_key", "keep_boards", "leave_boards", "new_boards"]
 
 _CODES = {verb: code for code, verb in enumerate(CALLS)}
 _SUM = 0
@@ -76,6 +78,7 @@ def open_board(pid: int, fd: int) -> int:
 
 class _Current:
     boards: Boards | None = None
+    users: ClassVar[list[Group]] = []  # the open groups of all ranks of a job that they, and their watch, are there for
 
 
 def boards() -> Boards | None:
@@ -83,15 +86,53 @@ def boards() -> Boards | None:
     return _Current.boards
 
 
-def make_boards(is_wanted: bool) -> Boards | None:
-    """Makes this process's board the current one, and closes the one before. None if it is not wanted, or cannot be."""
-    if _Current.boards is not None:
-        _Current.boards.close()
-    _Current.boards = None
+def new_boards(is_wanted: bool) -> tuple[Boards | None, list[int] | None]:
+    """Makes this process's boards, for a job whose ranks are about to meet; returns them and their address.
+
+    Returns None twice where some are in use, for another group of all ranks, or none are wanted, or can be.
+    """
+    if _Current.users:
+        return None, None
+    _close_boards()
     if is_wanted:
         with contextlib.suppress(NativeUnavailableError, TransportError):
             _Current.boards = Boards()
-    return _Current.boards
+    own = _Current.boards
+    return own, None if own is None else own.address()
+
+
+def keep_boards(group: Group, own: Boards | None, store: Any, config: Config, host_ids: Sequence[str]) -> None:
+    """Keeps this process's boards as long as ``group`` is open, and starts their watch if ``own`` are new.
+
+    ``store`` is the watch's own.
+    """
+    if own is not None:
+        watched(group, store, config, host_ids)
+    if _Current.boards is not None:
+        _Current.users.append(group)
+
+
+def leave_boards(group: Group) -> None:
+    """``group`` closes. With the last one end the watch, whose thread reads the boards, and then they."""
+    if group in _Current.users:
+        _Current.users.remove(group)
+        if not _Current.users:
+            unwatched()
+            _close_boards()
+
+
+def disown_boards() -> object:
+    """Makes a forked child have no boards; returns what it has to keep, since it closes nothing of its parent's."""
+    kept = _Current.boards, list(_Current.users)
+    _Current.boards = None
+    _Current.users.clear()
+    return kept
+
+
+def _close_boards() -> None:
+    if _Current.boards is not None:
+        _Current.boards.close()
+    _Current.boards = None
 
 
 def group_key(name: str, ranks: Sequence[int]) -> int:

@@ -21,11 +21,10 @@ from ..errors import CollectiveTimeoutError, ConfigError, NativeUnavailableError
 from ..topology import LaunchInfo, Topology
 from ..transport import TRANSPORTS, ConnectSpec, Look, Patience, Transport, connect
 from .agreement import agree_on_selector
-from .board import make_boards
+from .board import disown_boards, keep_boards, leave_boards, new_boards
 from .context import NON_MEMBER, NonMember, default_group, resolve, state
 from .exchange import exchange_hosts
 from .group import Group
-from .hooks import unwatched, watched
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -228,8 +227,7 @@ def _join(store: Store, launch: LaunchInfo, config: Config, look: Look | None = 
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as above
 
     rank, world_size, table = launch.rank, launch.world_size, load_table(config.algorithms)
-    own = make_boards(config.monitor)
-    address = None if own is None else own.address()
+    own, address = new_boards(config.monitor)
     patience = Patience(config.timeout_s, look)
     host_ids, addresses = exchange_hosts(store, rank, world_size, config.transport, table, patience, address)
     if own is not None:
@@ -241,21 +239,38 @@ def _join(store: Store, launch: LaunchInfo, config: Config, look: Look | None = 
     state.world = Group(transport, "world", on_close=_forget_world, selector=selector)
     _set_exit_handlers()
     _log.debug("board: %s", "none" if own is None else f"{len(own.peers)} of the host's other ranks are in sight")
-    if own is not None:
-        watched(state.world, PrefixStore("monitor", store), config, host_ids)
+    keep_boards(state.world, own, PrefixStore("monitor", store), config, host_ids)
     return state.world
 
 
 def connect_group(
-    store: Store, rank: int, world_size: int, config: Config, name: str, ranks: Sequence[int] | None = None
+    store: Store,
+    rank: int,
+    world_size: int,
+    config: Config,
+    name: str,
+    ranks: Sequence[int] | None = None,
+    *,
+    monitor_store: Store | None = None,
 ) -> Group:
     """Joins ranks that meet in ``store``, as ``join_ranks`` does, in a group that is nobody's default and that its
-    owner closes. ``ranks`` are the global ranks of its members.
+    owner closes. ``ranks`` are the global ranks of its members. If they are all of the job, ``monitor_store`` is given:
+    then they make boards, where the process has none, and watch them as ``init`` does.
     """
     table = load_table(config.algorithms)
-    host_ids, _ = exchange_hosts(store, rank, world_size, config.transport, table, Patience(config.timeout_s))
+    own, address = (None, None) if monitor_store is None else new_boards(config.monitor)
+    host_ids, addresses = exchange_hosts(
+        store, rank, world_size, config.transport, table, Patience(config.timeout_s), address
+    )
+    if own is not None:
+        own.meet(addresses, host_ids, rank)
     transport = _connect(store, rank, config, host_ids, name)
-    return Group(transport, name, ranks, selector=Selector(transport, Topology.of_hosts(host_ids), table))
+    selector = Selector(transport, Topology.of_hosts(host_ids), table)
+    group = Group(transport, name, ranks, on_close=leave_boards, selector=selector)
+    _set_exit_handlers()
+    if monitor_store is not None:
+        keep_boards(group, own, monitor_store, config, host_ids)
+    return group
 
 
 def _connect(
@@ -331,10 +346,9 @@ def _adopt(transport: Transport, timeout: float | timedelta | None) -> Group:
     return group
 
 
-def _forget_world(_group: Group) -> None:
-    unwatched()
+def _forget_world(group: Group) -> None:
+    leave_boards(group)
     state.world = NON_MEMBER
-    make_boards(False)
 
 
 def _forget_thread(group: Group) -> None:
@@ -352,7 +366,7 @@ def _set_exit_handlers() -> None:
 
 def _disown() -> None:
     """Makes a forked child no rank. It keeps the parent's objects, unused, so that it closes nothing of theirs."""
-    _inherited.append((state.world, dict(state.torch_groups)))
+    _inherited.append((state.world, dict(state.torch_groups), disown_boards()))
     state.world = NON_MEMBER
     state.torch_groups.clear()
 

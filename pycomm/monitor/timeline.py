@@ -159,7 +159,8 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         flow = {"name": "came last", "cat": "wait", "id": number}
         for span in calls:
             is_last = span is last
-            moment_ns = span.start_ns if is_last else span.end_ns
+            # An arrow hangs on the slice around its moment, so its end may not be the slice's own.
+            moment_ns = span.start_ns if is_last else (max(span.start_ns, last.start_ns) + span.end_ns) // 2
             row = {"pid": span.rank, "tid": threads[span.members], "ts": (moment_ns - start_ns) / 1e3}
             events.append({**flow, **row, "ph": "s"} if is_last else {**flow, **row, "ph": "f", "bp": "e"})
     return events

@@ -37,11 +37,20 @@ def create(c10d_options: Any, options: Any) -> Members:
             f"pg_options: expected pycomm.torch_backend.Options(...) or None, got {type(options).__name__}: {options!r}"
         )
     # A store of its own: a client of torch's TCPStore that waits for one thread lets no other ask.
-    store = dist.PrefixStore("pycomm", c10d_options.store.clone())  # type: ignore[attr-defined]  # missing in the stubs
+    store, monitor_store = (_part(c10d_options.store.clone(), name) for name in ("pycomm", "pycomm/monitor"))
     config = options.config(c10d_options.timeout)
     ranks = list(c10d_options.global_ranks_in_group) or None
     name = str(c10d_options.group_id or "world")
-    group = connect_group(store, c10d_options.group_rank, c10d_options.group_size, config, name, ranks)
+    is_whole = not dist.is_initialized() or c10d_options.group_size == dist.get_world_size()
+    group = connect_group(
+        store,
+        c10d_options.group_rank,
+        c10d_options.group_size,
+        config,
+        name,
+        ranks,
+        monitor_store=monitor_store if is_whole else None,
+    )
     if version >= HAS_PYTHON_BACKENDS:
         from .backend import PycommBackend
 
@@ -49,6 +58,10 @@ def create(c10d_options: Any, options: Any) -> Members:
     from .process_group import PycommProcessGroup
 
     return PycommProcessGroup(store, group, options)
+
+
+def _part(store: Any, name: str) -> Any:
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # missing in the stubs
 
 
 def torch_version() -> tuple[int, int]:

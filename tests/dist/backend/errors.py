@@ -5,6 +5,7 @@ A case that breaks its group makes one for itself.
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.monitor import watch
 from pycomm.torch_backend import Options
 
 
@@ -77,10 +79,27 @@ def case_a_call_runs_out_of_time() -> None:
     side.set_timeout(timedelta(seconds=0.3))
     if rank() == 0:
         start = time.monotonic()
-        with pytest.raises((pycomm.TransportError, RuntimeError), match="all_reduce|timeout|timed out"):
+        with pytest.raises((pycomm.TransportError, RuntimeError), match="all_reduce|timeout|timed out") as caught:
             dist.all_reduce(torch.ones(2), group=group)
         assert time.monotonic() - start >= 0.3
+        assert re.search("Verdict: rank 1.* never entered all_reduce", str(caught.value)), str(caught.value)
     dist.barrier()
+
+
+def calls_on_the_board(group: dist.ProcessGroup) -> int:
+    name = pycomm_side(group).pycomm_group.name
+    entries = pycomm.monitor.snapshot()
+    return sum(entry["calls"] for entry in entries if (entry["group"], entry["verb"]) == (name, "all_reduce"))
+
+
+def case_calls_are_on_the_board() -> None:
+    """Those of the default group and of others, in the figures of this rank and in the sight of the other ones."""
+    for group in (dist.group.WORLD, own_group()):
+        before = calls_on_the_board(group)
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+        assert calls_on_the_board(group) == before + 2
+    assert len(watch.peer_boards()) == world() - 1
 
 
 def case_waiting_has_a_timeout() -> None:
