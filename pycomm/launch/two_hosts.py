@@ -166,8 +166,15 @@ class TwoHosts:
         for shell in self._shells:
             assert shell.stdin is not None, "it was started with a pipe"
             shell.stdin.close()
+        deadline = time.monotonic() + _GRACE_S
         for shell in self._shells:
-            shell.wait()
+            try:
+                shell.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                # A host's first process ends after all others are reaped. Those that were orphans may have gone to
+                # an ancestor of ours (prctl(2), PR_SET_CHILD_SUBREAPER), which does so when it likes.
+                shell.kill()
+                shell.wait()
         self._started, self._shells = [], []
 
 

@@ -106,7 +106,7 @@ def test_nothing_is_left_behind(how: signal.Signals) -> None:
         pidfds = [os.pidfd_open(pid) for pid in pids]
         program.send_signal(how)
         try:
-            program.wait(60)
+            program.wait(600)
         finally:
             program.kill()
     deadline = time.monotonic() + 600
@@ -115,6 +115,18 @@ def test_nothing_is_left_behind(how: signal.Signals) -> None:
             assert time.monotonic() < deadline, f"process {pid} is still there"
             time.sleep(0.01)
         os.close(pidfd)
+
+
+def test_an_ancestor_that_reaps_no_orphans_delays_nothing() -> None:
+    script = (
+        "import ctypes\n"
+        "assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0\n"  # PR_SET_CHILD_SUBREAPER
+        "from pycomm.launch.two_hosts import TwoHosts\n"
+        "with TwoHosts() as hosts:\n"
+        "    for process in hosts.start_job(['sh', '-c', 'echo; exec sleep 1000'], stdout=-1):\n"
+        "        process.stdout.readline()\n"  # it is there, and a child of nsenter's
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
 
 
 def _has_ended(pidfd: int) -> bool:
