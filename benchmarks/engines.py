@@ -4,6 +4,7 @@
     pycomm run -n 2 benchmarks/engines.py --engine fsdp              # beside torch's FSDP2; the same modules are units
     pycomm run -n 2 benchmarks/engines.py --variants overlap=True bucket_bytes=4MiB      # a row more for each
     python benchmarks/two_hosts.py --rate 1gbit -- python benchmarks/engines.py --variants compression=auto    # as root
+    ... --tasks gpt --batch 1 --length 8 --warm-up 12 --variants compression=auto  # where the wire dominates
 
 A round makes one step of each kind, in turns, on the same inputs, each after a barrier; the time of a step is that of
 the slowest rank. Exposed communication is the median of step - the step without communication, paired by round; the
@@ -47,10 +48,10 @@ def make_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
     return step
 
 
-def make_task(name: str, batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Returns a model, inputs and targets of one rank."""
+def make_task(name: str, batch: int, length: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Returns a model, inputs and targets of one rank; ``length`` counts the tokens of a sample of text."""
     if name == "gpt":
-        tokens = torch.randint(256, (batch, 65))
+        tokens = torch.randint(256, (batch, length + 1))
         return GPT(), tokens[:, :-1], tokens[:, 1:]
     return ConvNet(), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--tasks", default="gpt,conv")
     parser.add_argument("--batch", type=int, default=4, help="samples of a rank (default: 4)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sample of gpt, at most 64 (default: 64)")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=5, help="rounds before them (default: 5)")
     parser.add_argument("--variants", nargs="*", default=[], help="arguments of the engine, NAME=VALUE")
@@ -125,9 +127,9 @@ def main() -> None:
     console = Console(quiet=group.rank != 0)
     for task in options.tasks.split(","):
         torch.manual_seed(0)
-        model, _, _ = make_task(task, 1)
+        model, _, _ = make_task(task, 1, options.length)
         torch.manual_seed(group.rank)
-        _, inputs, targets = make_task(task, options.batch)
+        _, inputs, targets = make_task(task, options.batch, options.length)
         wrapped: dict[str, nn.Module] = {
             "none": copy.deepcopy(model),
             "torch": with_torch(options.engine, task, copy.deepcopy(model)),

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..types import ReduceOp
 from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve
 from .group import Group
-from .tensors import Flat, as_tensor, check_disjoint, flatten
+from .tensors import Flat, as_tensor, check_disjoint, consecutive, flatten
 from .verbs import check_op, run_all_reduce
 from .work import Work
 
@@ -125,9 +125,14 @@ def all_reduce_coalesced(
 
 
 def _fuse(flats: list[Flat]) -> tuple[list[Flat], torch.Tensor]:
-    """Copies flats into one buffer; the parts returned copy back from it when they finish."""
+    """Returns one buffer of all flats: their own memory if that is one already, as an engine's bucket is, else a copy;
+    and parts, which copy back from it when they finish.
+    """
     if len(flats) == 1:
         return flats, flats[0].tensor
+    whole = consecutive([flat.tensor for flat in flats]) if all(flat.finish is None for flat in flats) else None
+    if whole is not None:
+        return flats, whole
     fused = torch.cat([flat.tensor for flat in flats])
     parts = []
     for flat, part in zip(flats, torch.split(fused, [flat.tensor.numel() for flat in flats]), strict=True):

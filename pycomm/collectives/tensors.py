@@ -18,7 +18,16 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import ConfigError
 from ..types import DTYPES, dtype_of_name
 
-__all__ = ["Flat", "as_tensor", "check_disjoint", "check_in_place", "dtype_name", "flatten", "joined"]
+__all__ = [
+    "Flat",
+    "as_tensor",
+    "check_disjoint",
+    "check_in_place",
+    "consecutive",
+    "dtype_name",
+    "flatten",
+    "joined",
+]
 
 _warned_devices: set[str] = set()
 
@@ -95,9 +104,9 @@ def joined(tensors: Sequence[torch.Tensor], *, reads: bool, writes: bool, device
     is_plain = (
         all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in tensors) and first.device.type in devices
     )
-    if is_plain and _are_consecutive(tensors):
-        numel = sum(tensor.numel() for tensor in tensors)
-        return Flat(first.as_strided((numel,), (1,)))
+    whole = consecutive(tensors) if is_plain else None
+    if whole is not None:
+        return Flat(whole)
     parts = [flatten(tensor, reads=reads, writes=writes, devices=devices) for tensor in tensors]
     if len(parts) == 1:
         return parts[0]
@@ -114,6 +123,20 @@ def joined(tensors: Sequence[torch.Tensor], *, reads: bool, writes: bool, device
                 part.finish()
 
     return Flat(flat, finish)
+
+
+def consecutive(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Returns the memory of contiguous tensors, flat, if they are parts of one allocation, each starting where the one
+    before it ends; else None.
+    """
+    first, numel = tensors[0], 0
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        is_next = tensor.untyped_storage().data_ptr() == storage and tensor.storage_offset() == start + numel
+        if tensor.numel() and not (is_next and tensor.dtype == first.dtype):
+            return None
+        numel += tensor.numel()
+    return first.as_strided((numel,), (1,))
 
 
 def check_disjoint(named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -233,15 +256,3 @@ def _check_own_overlap(tensor: torch.Tensor, name: str) -> None:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the addresses of the first byte of a contiguous ``tensor`` and of the one after its last."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-
-
-def _are_consecutive(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors are parts of one allocation, each starting where the one before it ends."""
-    storage = tensors[0].untyped_storage().data_ptr()
-    stop = tensors[0].storage_offset()
-    for tensor in tensors:
-        is_next = tensor.untyped_storage().data_ptr() == storage and tensor.storage_offset() == stop
-        if tensor.numel() and not (is_next and tensor.dtype == tensors[0].dtype):
-            return False
-        stop += tensor.numel()
-    return True

@@ -12,6 +12,7 @@ import torch
 import pycomm
 from harness import run_ranks, transport_params
 from pycomm import ReduceOp
+from pycomm.collectives.tensors import consecutive
 
 everywhere = pytest.mark.parametrize("transport", transport_params())
 
@@ -207,6 +208,13 @@ def coalesced(rank: int) -> None:
         pycomm.all_reduce(tensor, group=world)
     manager.wait()
     assert (tensor == n).all()
+    whole = torch.full((9,), float(rank))
+    parts = whole[1:8].split([3, 4]) if rank else (torch.zeros(3), torch.zeros(4))  # which lie apart on one rank
+    assert (consecutive(parts) is None) == (rank == 0)
+    with pycomm.coalescing(world):
+        for part in parts:
+            pycomm.all_reduce(part, group=world)
+    assert all((part == total).all() for part in parts) and (whole[[0, 8]] == rank).all()
     world.close()
 
 
