@@ -12,6 +12,11 @@ Bytes sent per rank to other hosts: 2(m-1)/m / L * S, for m hosts of L ranks and
 Segments take turns (``_turns.py``), each with two rounds of messages. All ranks of a host do so in the same order, as
 the calls of shared memory must be. Receives are posted a round ahead: gloo's sender waits for word of the receiver's
 room, which would queue behind the megabytes on their way.
+
+[Note: sends are not waited for]
+Who sends me its sums of a segment has had my part of it; who sends me its part of a later segment in the same memory
+has completed the earlier one, and so has had my sums. So once a segment's memory is needed again all that was sent from
+it has arrived. What was sent last is waited for all the same: a rank may end after the call.
 """
 
 from __future__ import annotations
@@ -65,11 +70,15 @@ class ColumnReduce:
         if even < input.numel():
             segments.append((tail, tail))
         slots = self._slots(input.dtype, numel, min(WINDOW, len(segments)))
+        turns: list[tuple[torch.Tensor, list[Request]]] = [(slot, []) for slot in slots]
         exchanges = (
-            self._reduce(target, source, op, factor, slots[index % len(slots)], deadline)
+            self._reduce(target, source, op, factor, *turns[index % len(turns)], deadline)
             for index, (target, source) in enumerate(segments)
         )
         run_in_turns(exchanges, deadline)
+        for _, sent in turns:
+            for request in sent:
+                request.wait(left_s(deadline))
         output[even:] = tail[: input.numel() - even]
 
     def _reduce(
@@ -79,9 +88,13 @@ class ColumnReduce:
         op: ReduceOp,
         factor: float,
         slot: torch.Tensor,
+        sent: list[Request],
         deadline: float,
     ) -> Rounds:
-        """Reduces one segment ``(L * numel,)``; yields the messages of a round, and goes on once they are complete."""
+        """Reduces one segment ``(L * numel,)``; yields what is to come in a round, and goes on once it is there.
+
+        ``slot`` is this turn's memory, ``sent`` what was sent from it last, and then what is sent of this segment.
+        """
         hosts, mine = len(self._column), self._host
         numel = input.numel() // self._inner.world_size
         shard, total, scratch = slot[:numel], slot[numel : 2 * numel], slot[2 * numel :]
@@ -93,17 +106,20 @@ class ColumnReduce:
         others = [(host, peer) for host, peer in enumerate(self._column) if host != mine]
         first, second = FIRST_OWN_TAG, FIRST_OWN_TAG + 1  # every rank sends the messages of a round in the same order
         arriving = [self._start(received[host], peer, first, is_send=False) for host, peer in others]
+        for request in sent:
+            request.settle()  # see [Note: sends are not waited for]
         self._inner.reduce_scatter_single(shard, input, op, factor, left_s(deadline))
-        arriving += [self._start(parts[host], peer, first, is_send=True) for host, peer in others]
+        sent[:] = [self._start(parts[host], peer, first, is_send=True) for host, peer in others]
         summed = [self._start(sums[host], peer, second, is_send=False) for host, peer in others]
         yield arriving
         if width:
             reduce_(sums[mine], received, ReduceOp.SUM if op is ReduceOp.PREMUL_SUM else op)
-        yield summed + [self._start(sums[mine], peer, second, is_send=True) for host, peer in others]
+        sent += [self._start(sums[mine], peer, second, is_send=True) for host, peer in others]
+        yield summed
         self._inner.all_gather_single(output, total, left_s(deadline))
 
     def _slots(self, dtype: torch.dtype, numel: int, number: int) -> Sequence[torch.Tensor]:
-        """Returns memory for each turn: the shard, its sum over the hosts, and what all hosts send of a part of it."""
+        """Returns memory for ``number`` turns: the shard, its sum over the hosts, and what the hosts send of a part."""
         hosts = len(self._column)
         nbytes = number * (2 * numel + hosts * -(-numel // hosts)) * dtype.itemsize
         if self._memory.numel() < nbytes:

@@ -109,6 +109,9 @@ class Posted(Request):
             self._transport.check(self._doing, self._peer)
         self._raise_or_true()
 
+    def settle(self) -> None:
+        return None  # no thread has to wait; gloo lets go of the memory by itself
+
     def _start(self) -> None:
         if not self._is_started:
             self._is_started = True

@@ -62,6 +62,12 @@ class Request(ABC):
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks until the message is complete, or raises ``CollectiveTimeoutError`` or ``PeerLostError``."""
 
+    def settle(self) -> None:
+        """For who knows that a message that was sent has arrived, by what its receiver answered: ends it as ``wait``
+        does, or, where that costs anything, not at all.
+        """
+        self.wait()
+
 
 class Transport(ABC):
     """Joins ``world_size`` ranks; see the note on top of this file.

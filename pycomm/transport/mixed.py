@@ -222,6 +222,10 @@ class _Routed(Request):
         with self._transport.ending_both(self._is_users):
             self._request.wait(timeout_s)
 
+    def settle(self) -> None:
+        with self._transport.ending_both(self._is_users):
+            self._request.settle()
+
 
 class _Announced(Request):
     """A message of a user, and its announcement, which must live as long."""
