@@ -86,6 +86,13 @@ def test_the_benchmark_runs_a_command_on_both() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_benchmark_puts_plain_tcp_beside_pycomm() -> None:
+    command = [sys.executable, str(BENCHMARK), "--rate", "1gbit", "--sizes", "64KiB", "--rounds", "1", "--turn-s", "0"]
+    done = subprocess.run([*command, "--against", "tcp"], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pycomm / tcp" in done.stdout and "64 KiB" in done.stdout
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(how: signal.Signals) -> None:
     """Whatever ends the program, the hosts and the ranks on them end with it."""

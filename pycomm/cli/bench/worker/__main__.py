@@ -57,6 +57,10 @@ def start_library(name: str, transport: str, rendezvous_file: str) -> Library:
         from .mpi_library import MPILibrary
 
         return MPILibrary()
+    if name == "tcp":
+        from .tcp_reference import TcpReference
+
+        return TcpReference(rendezvous_file)
     from .torch_library import GlooLibrary, PycommLibrary
 
     return GlooLibrary(rendezvous_file) if name == "gloo" else PycommLibrary(transport)
@@ -85,9 +89,9 @@ def main() -> None:
     """Parses the arguments that the conductor gave."""
     parser = argparse.ArgumentParser(prog="worker", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="PATH", help="the conductor's Unix socket")
-    parser.add_argument("--library", required=True, choices=["pycomm", "gloo", "mpi"])
+    parser.add_argument("--library", required=True, choices=["pycomm", "gloo", "mpi", "tcp"])
     parser.add_argument("--transport", default="auto", help="pycomm's transport")
-    parser.add_argument("--rendezvous-file", default="", help="where gloo's ranks meet")
+    parser.add_argument("--rendezvous-file", default="", help="where the ranks of gloo and tcp meet")
     parser.add_argument("--pin", action="store_true", help="one core for each rank if there are enough")
     options = parser.parse_args()
 
