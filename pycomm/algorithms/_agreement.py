@@ -28,6 +28,7 @@ import torch
 from ..ops import native
 from ..ops.reduce import reduce_at
 from ..transport import _wording as wording
+from ..transport.base import FRAME_HEADER_BYTES
 from ..types import DType, ReduceOp, dtype_of_name
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ FRAMES = "frames"  # the name of the algorithm that is this exchange alone
 _HEADER = struct.Struct("<BBBxiq16sd")
 _NAME_BYTES = 16
 _COMPARED_BYTES = 32
-_PAYLOAD_AT = 64
+_PAYLOAD_AT = FRAME_HEADER_BYTES
 _SMALL_BYTES = 960
 _WHOLE = frozenset({"all_reduce", "broadcast", "all_gather_single"})  # every rank gets all of every payload
 _OUTSIDE = -1  # in place of the number of members: this rank joins none

@@ -29,6 +29,7 @@ import torch
 from ..ops.reduce import reduce_
 from ..topology import Topology
 from ..transport._wording import Remembered
+from ..transport.base import ANNOUNCEMENT_TAG
 from ..types import ReduceOp
 from . import find_algorithm
 from .plan import Plan, Space
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["FIRST_TAG", "TURNS", "Collective", "Executor", "meet"]
 
 TURNS = 4
-# MPI promises tags up to 32767 and no more; the transport over it keeps the last two, we take those below, and users
-# get the rest (see collectives/p2p.py).
-FIRST_TAG = 32765 - TURNS + 1
+FIRST_TAG = ANNOUNCEMENT_TAG + 1  # of a turn each; base.py says who has which tags
 _CACHED_SCHEDULES = 128
 _WHOLE = frozenset({"all_reduce", "reduce", "broadcast"})  # every rank has all the data
 

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .base import FRAME_HEADER_BYTES
+
 if TYPE_CHECKING:
     from .mpi import MpiTransport
 
 __all__ = ["Expected", "FrameSwap", "FrameSwaps", "frame_bytes_for"]
 
-HEADER_BYTES = 64
 LENGTH_AT = 56  # in the frame: of all that the agreement writes there, the last eight bytes are the transport's
 SHORTEST_BYTES = 1024  # of payload
 _LONGEST_BYTES = 512 << 10  # of payload, to all other ranks together; beyond, MPI's own reductions move less
@@ -32,7 +33,7 @@ _LONGEST_BYTES = 512 << 10  # of payload, to all other ranks together; beyond, M
 
 def frame_bytes_for(world_size: int) -> int:
     """Returns the longest frame of a group of ``world_size`` ranks."""
-    return HEADER_BYTES + max(SHORTEST_BYTES, 1 << (_LONGEST_BYTES // max(1, world_size - 1)).bit_length() - 1)
+    return FRAME_HEADER_BYTES + max(SHORTEST_BYTES, 1 << (_LONGEST_BYTES // max(1, world_size - 1)).bit_length() - 1)
 
 
 class Expected:
@@ -58,7 +59,7 @@ class FrameSwaps:
     def __init__(self, transport: MpiTransport, frame: torch.Tensor) -> None:
         self.frame = frame
         self._transport = transport
-        self._length = frame[LENGTH_AT:HEADER_BYTES].view(torch.int64).numpy().data
+        self._length = frame[LENGTH_AT:FRAME_HEADER_BYTES].view(torch.int64).numpy().data
         self._expected = Expected()
         self._swaps: dict[int, FrameSwap] = {}
 
@@ -71,7 +72,7 @@ class FrameSwaps:
         swapped = self._swaps.get(expected) or self._prepare(expected)
         swap(swapped, verb, timeout_s)
         longest = max(swapped.lengths)
-        needed = (max(longest - HEADER_BYTES - 1, 0) // SHORTEST_BYTES).bit_length()
+        needed = (max(longest - FRAME_HEADER_BYTES - 1, 0) // SHORTEST_BYTES).bit_length()
         self._expected.was(needed)
         if needed > expected:
             swapped = self._swaps.get(needed) or self._prepare(needed)
@@ -85,7 +86,7 @@ class FrameSwaps:
 
     def _prepare(self, index: int) -> FrameSwap:
         """Makes the swap that carries ``SHORTEST_BYTES << index`` of payload; on all ranks at once."""
-        length = HEADER_BYTES + (SHORTEST_BYTES << index)
+        length = FRAME_HEADER_BYTES + (SHORTEST_BYTES << index)
         swap = self._swaps[index] = FrameSwap(self._transport, self.frame[:length])
         return swap
 

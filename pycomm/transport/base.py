@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Exchange = Callable[[torch.Tensor, str, float | None], torch.Tensor]  # as Transport.exchange
 
-__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "Request", "Transport"]
+__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport"]
 
 # Tags of messages. Users have those below; from there on, two rounds of messages whose sizes the ranks have agreed on,
 # which need not say them, announcements (mixed.py), four for plans (algorithms/executor.py), and two more. MPI promises
@@ -47,6 +47,8 @@ __all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "Request", "Transport"]
 FIRST_OWN_TAG = 32759
 ANNOUNCEMENT_TAG = FIRST_OWN_TAG + 2
 _EXCHANGE_TAG = 32766
+
+FRAME_HEADER_BYTES = 64  # of a frame of ``exchange_frames``; what follows is payload
 
 
 class Request(ABC):

@@ -34,6 +34,7 @@ from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages
 from ._watch import Watch, slices_s
 from ._watched import WatchedTransport
+from .base import FRAME_HEADER_BYTES
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -118,7 +119,7 @@ class TorchTransport(WatchedTransport):
         self._is_gloo = self.backends.get("cpu") == "gloo"
         # One trip of what fits costs less than the ring of gloo's own all_reduce and a comparison before it. Beyond, it
         # costs more that each rank sends all it has to every other one.
-        self.frame_bytes = max(1024, 64 + _MOST_FRAMED_BYTES // max(1, self.world_size - 1) // 64 * 64)
+        self.frame_bytes = max(1024, FRAME_HEADER_BYTES + _MOST_FRAMED_BYTES // max(1, self.world_size - 1) // 64 * 64)
         self._swap: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
         self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
