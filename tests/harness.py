@@ -1,8 +1,8 @@
 """Runs a function on every rank of a world: ``run_ranks(4, fn, transport="shm")``.
 
-Ranks are threads (local), processes forked from a server that has torch and pycomm loaded (shm, torch), or what mpirun
-starts (mpi). There is a deadline; a failure shows every rank's traceback, tagged by rank; at the deadline every rank's
-stack is dumped; nothing is ended but the processes started here.
+Ranks are threads (local) or processes forked from a server that has torch and pycomm loaded (shm, torch, mixed; mpi
+too, where mpirun takes them for its own). There is a deadline; a failure shows every rank's traceback, tagged by rank;
+at the deadline every rank's stack is dumped; nothing is ended but the processes started here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,7 @@ def _run_threads(world_size: int, fn: Any, args: Any, transport: str, timeout_s:
 
 
 def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_s: float) -> list[tuple[bool, Any]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     payload = pickle.dumps((fn, args))
@@ -230,6 +230,13 @@ def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_
                     process.join()
                 process.close()
     return outcomes
+
+
+def _server() -> ForkServerContext:
+    """Returns what forks ranks from a process that has loaded all they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _collect(receivers: list[Connection], timeout_s: float) -> tuple[list[Any], set[int]]:
@@ -316,4 +323,6 @@ def _run_mpi(
         # MPICH's launcher lets the other ranks live when one has *exited*; when one was killed it ends them all.
         outcomes = run_once(world_size, fn, args, timeout_s, ["-disable-auto-cleanup"])
         return [(is_ok, each if is_ok else each.replace("no result", _DIED)) for is_ok, each in outcomes]
-    return (run_once if is_fresh else run_in_world)(world_size, fn, args, timeout_s)
+    if is_fresh:
+        return run_once(world_size, fn, args, timeout_s)
+    return run_in_world(world_size, fn, args, timeout_s, _server())
