@@ -1,7 +1,8 @@
 """What it costs that ranks compare what they call: ``python benchmarks/agreement.py``.
 
-In one job, in turns: an all_reduce by the transport's own call, without any comparison, and by ``pycomm.all_reduce``.
-The ratio is the median over rounds of the ratio in one round; the difference is that of the medians.
+In one job, in turns: an all_reduce by the library's bare call (``MPI_Allreduce`` by mpi4py, torch's ``allreduce``), by
+the transport's own, which adds timeouts and Ctrl-C but compares nothing, and by ``pycomm.all_reduce``. The ratio is the
+median over rounds of pycomm's time over the transport's in one round; the difference is that of the medians.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -39,8 +41,8 @@ def main() -> int:
         torch.set_num_threads(1)
         raise_priority()
         return run(options)
-    print("| transport | ranks | bytes | alone | pycomm | difference | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| transport | ranks | bytes | library | alone | pycomm | difference | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for transport in options.transport.split(","):
         for ranks in options.n.split(","):
             command = [*sys.argv, "--transport", transport]
@@ -60,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         for nbytes in map(parse_bytes, options.sizes.split(",")):
             tensor = torch.zeros(nbytes // 4)
             alone = partial(group.transport.all_reduce, tensor, tensor, pycomm.ReduceOp.SUM, 1.0, None)
-            calls: dict[str, Callable[[], object]] = {"alone": alone, "pycomm": partial(pycomm.all_reduce, tensor)}
+            calls: dict[str, Callable[[], object]] = {"library": bare_call(group.transport, tensor), "alone": alone}
+            calls["pycomm"] = partial(pycomm.all_reduce, tensor)
             times = time_in_turns(group, calls, options.rounds, options.round_ms)
             if group.rank == 0:
                 name = "gloo" if options.transport == "torch" else options.transport
@@ -68,11 +71,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def bare_call(transport: Any, tensor: torch.Tensor) -> Callable[[], object]:
+    """Returns the library's blocking all_reduce of ``tensor``, with everything prepared that can be."""
+    if transport.name == "mpi":
+        mpi = transport.mpi
+        memory = [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), mpi.FLOAT]
+        return partial(transport.communicator.Allreduce, mpi.IN_PLACE, memory, mpi.SUM)
+    tensors = [tensor]
+    return lambda: transport.group.allreduce(tensors).wait()
+
+
 def cells(times: dict[str, list[float]]) -> str:
     """Returns one line's figures."""
-    alone, whole = (median(times[name]) * 1e6 for name in ("alone", "pycomm"))
+    bare, alone, whole = (median(times[name]) * 1e6 for name in ("library", "alone", "pycomm"))
     ratio = median(a / b for a, b in zip(times["pycomm"], times["alone"], strict=True))
-    return f"{alone:.0f} us | {whole:.0f} us | {whole - alone:+.0f} us | {ratio:.2f}"
+    return f"{bare:.0f} us | {alone:.0f} us | {whole:.0f} us | {whole - alone:+.0f} us | {ratio:.2f}"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Registry:
 
     def register(self, name: str, module: ModuleType) -> None:
         """Adds a member for this process; every rank has to. Raises ConfigError if the name is taken."""
-        if name in self.names():
+        if name in self:
             raise ConfigError(f"{self.noun} {name!r} is there already; choose another name")
         self._registered[name] = module
 
@@ -40,6 +40,10 @@ class Registry:
         """Returns all names, sorted. Imports no member."""
         third_parties = {entry.name for entry in entry_points(group=self.entry_point_group)}
         return tuple(sorted(self._own_names() | third_parties | set(self._registered)))
+
+    def __contains__(self, name: object) -> bool:
+        """Says whether ``name`` is registered. For others' names it looks at all distributions, which takes long."""
+        return name in self._own_names() or name in self.names()
 
     def load(self, name: str) -> ModuleType:
         """Imports and returns the member ``name``. Raises ConfigError, listing the known names, if there is none."""

@@ -6,6 +6,7 @@ namespace py = pybind11;
 namespace pycomm {
 void bind_board(py::module_& m);
 void bind_codecs(py::module_& m);
+void bind_frames(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_shm(py::module_& m);
@@ -24,6 +25,7 @@ PYBIND11_MODULE(_native, m) {
   pycomm::bind_codecs(m);
   pycomm::bind_pack(m);
   pycomm::bind_board(m);
+  pycomm::bind_frames(m);
   pycomm::bind_shm(m);
   pycomm::bind_verb(m);
 }

@@ -5,8 +5,7 @@
 // or words the error.
 #include "shm_fast.h"
 
-#include "../kernels/reduce.h"
-#include "dlpack_abi.h"
+#include "plain_tensor.h"
 #include "shm_errors.h"
 
 namespace pycomm {
@@ -19,83 +18,8 @@ using shm::Verb;
 // What a short cut needs beside its arguments. Owned by the capsule that is the C function's `self`.
 struct Cut {
   std::shared_ptr<Group> group;
-  PyTypeObject* types[2];              // torch.Tensor, torch.nn.Parameter: subclasses may mean something else
-  const dlpack::ExchangeApi* api;
-  PyObject* is_neg;                    // torch.Tensor.is_neg
+  PlainTensors tensors;
 };
-
-struct Flat {
-  void* data;
-  std::size_t numel;
-  DType dtype;
-  std::size_t bytes() const { return numel * item_bytes(dtype); }
-};
-
-bool dtype_of(const dlpack::Tensor& tensor, DType& dtype) {
-  const int bytes = tensor.dtype.bits / 8;
-  const int log2 = bytes == 1 ? 0 : bytes == 2 ? 1 : bytes == 4 ? 2 : bytes == 8 ? 3 : bytes == 16 ? 4 : -1;
-  if (log2 < 0 || tensor.dtype.lanes != 1) return false;
-  switch (tensor.dtype.code) {
-    case dlpack::kUInt: dtype = static_cast<DType>(2 * log2); return log2 <= 3;
-    case dlpack::kInt: dtype = static_cast<DType>(2 * log2 + 1); return log2 <= 3;
-    case dlpack::kFloat:
-      dtype = log2 == 1 ? DType::kFloat16 : log2 == 2 ? DType::kFloat32 : DType::kFloat64;
-      return log2 >= 1 && log2 <= 3;
-    case dlpack::kBfloat: dtype = DType::kBFloat16; return log2 == 1;
-    case dlpack::kBool: dtype = DType::kBool; return log2 == 0;
-    case dlpack::kFloat8E4M3FN: dtype = DType::kFloat8E4M3FN; return log2 == 0;
-    case dlpack::kFloat8E4M3FNUZ: dtype = DType::kFloat8E4M3FNUZ; return log2 == 0;
-    case dlpack::kFloat8E5M2: dtype = DType::kFloat8E5M2; return log2 == 0;
-    case dlpack::kFloat8E5M2FNUZ: dtype = DType::kFloat8E5M2FNUZ; return log2 == 0;
-    default: return false;  // complex tensors may be conjugate views, which DLPack does not tell
-  }
-}
-
-bool is_contiguous(const dlpack::Tensor& tensor, std::size_t& numel) {
-  std::int64_t expected = 1;
-  for (int i = tensor.ndim - 1; i >= 0; --i) {
-    if (tensor.strides != nullptr && tensor.strides[i] != expected) return false;
-    expected *= tensor.shape[i];
-  }
-  numel = static_cast<std::size_t>(expected);
-  return true;
-}
-
-// Reads a tensor that the short cut can take.
-bool read(const Cut& cut, PyObject* object, Flat& flat) {
-  if (Py_TYPE(object) != cut.types[0] && Py_TYPE(object) != cut.types[1]) return false;
-  dlpack::Tensor tensor;
-  if (cut.api->tensor_from_py_object(object, &tensor) != 0) {
-    PyErr_Clear();  // sparse, meta, quantized, ...
-    return false;
-  }
-  if (tensor.device_type != dlpack::kCPU || !dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
-  flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
-  // The imaginary part of a conjugate is a view with a negation bit, which DLPack does not tell either. Such a view has
-  // stride 2, so it fails the test above, unless it has one element. That one lies an odd number of items into memory
-  // that is aligned for complex numbers; only there torch has to be asked.
-  if (flat.numel != 1 || reinterpret_cast<std::uintptr_t>(flat.data) % (2 * item_bytes(flat.dtype)) == 0) return true;
-  PyObject* is_negative = PyObject_CallOneArg(cut.is_neg, object);
-  if (is_negative == nullptr) PyErr_Clear();
-  Py_XDECREF(is_negative);
-  return is_negative == Py_False;
-}
-
-// `object` is null where the caller left the operator out.
-bool read_op(PyObject* object, DType dtype, ReduceOp& op) {
-  if (object == nullptr) {
-    op = ReduceOp::kSum;
-    return reduce_supported(dtype, op);
-  }
-  if (!PyLong_Check(object)) return false;
-  const long code = PyLong_AsLong(object);
-  if (code < 0 || code > static_cast<long>(ReduceOp::kAvg)) {
-    PyErr_Clear();
-    return false;
-  }
-  op = static_cast<ReduceOp>(code);
-  return reduce_supported(dtype, op);
-}
 
 constexpr std::size_t kLongBytes = 16 * 1024;  // from here on the lock is let go for the copying alone
 
@@ -117,7 +41,7 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat flat;
   Call call{Verb::kAllReduce};
-  if (count < 1 || count > 2 || !read(cut, args[0], flat) || !read_op(count > 1 ? args[1] : nullptr, flat.dtype, call.op)) Py_RETURN_FALSE;
+  if (count < 1 || count > 2 || !cut.tensors.read(args[0], flat) || !read_op(count > 1 ? args[1] : nullptr, flat.dtype, call.op)) Py_RETURN_FALSE;
   call.dtype = flat.dtype;
   call.numel = flat.numel;
   return run(flat.bytes(), [&] { cut.group->all_reduce(flat.data, flat.data, call); });
@@ -127,7 +51,7 @@ PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat flat;
   Call call{Verb::kBroadcast};
-  if (count != 2 || !PyLong_Check(args[1]) || !read(cut, args[0], flat)) Py_RETURN_FALSE;
+  if (count != 2 || !PyLong_Check(args[1]) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
   const long root = PyLong_AsLong(args[1]);
   if (root < 0 || root >= cut.group->ranks()) {
     PyErr_Clear();
@@ -148,7 +72,7 @@ bool overlap(const Flat& a, const Flat& b) {
 PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat output, input;
-  if (count != 2 || !read(cut, args[0], output) || !read(cut, args[1], input)) Py_RETURN_FALSE;
+  if (count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
   if (output.dtype != input.dtype || output.numel != ranks * input.numel || overlap(output, input)) Py_RETURN_FALSE;
   Call call{Verb::kAllGather};
@@ -161,7 +85,7 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
   const Cut& cut = cut_of(self);
   Flat output, input;
   Call call{Verb::kReduceScatter};
-  if (count < 2 || count > 3 || !read(cut, args[0], output) || !read(cut, args[1], input)) Py_RETURN_FALSE;
+  if (count < 2 || count > 3 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   if (!read_op(count > 2 ? args[2] : nullptr, input.dtype, call.op)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
   if (output.dtype != input.dtype || input.numel != ranks * output.numel || overlap(output, input)) Py_RETURN_FALSE;
@@ -184,24 +108,16 @@ PyMethodDef* definition(const char* name) {
 }
 
 void destroy(PyObject* capsule) {
-  auto* cut = static_cast<Cut*>(PyCapsule_GetPointer(capsule, nullptr));
-  Py_DECREF(cut->types[0]);
-  Py_DECREF(cut->types[1]);
-  Py_DECREF(cut->is_neg);
-  delete cut;
+  delete static_cast<Cut*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
 }  // namespace
 
 pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& tensor, const pybind11::object& parameter) {
   pybind11::dict cuts;
-  auto* type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
-  const dlpack::ExchangeApi* api = dlpack::exchange_api(type);
-  if (api == nullptr) return cuts;
-  auto* cut = new Cut{std::move(group), {type, reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr())}, api, nullptr};
-  Py_INCREF(type);
-  cut->is_neg = pybind11::object(tensor.attr("is_neg")).release().ptr();
-  const auto self = pybind11::reinterpret_steal<pybind11::object>(PyCapsule_New(cut, nullptr, destroy));
+  auto cut = std::make_unique<Cut>(Cut{std::move(group), PlainTensors(tensor, parameter)});
+  if (!cut->tensors.can_read()) return cuts;
+  const auto self = pybind11::reinterpret_steal<pybind11::object>(PyCapsule_New(cut.release(), nullptr, destroy));
   const auto add = [&](PyMethodDef* method) {
     cuts[method->ml_name] = pybind11::reinterpret_steal<pybind11::object>(PyCFunction_New(method, self.ptr()));
   };

@@ -20,16 +20,17 @@ import os
 import struct
 from collections.abc import Sequence
 from ctypes import memmove
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..errors import NativeUnavailableError
 from ..ops import native
 from ..ops.reduce import reduce_at
 from ..transport import _wording as wording
 from ..transport.base import FRAME_HEADER_BYTES
-from ..types import DType, ReduceOp, dtype_of_name
+from ..types import ReduceOp, dtype_of_name
 
 if TYPE_CHECKING:
     from ..transport.base import Transport
@@ -47,6 +48,7 @@ _PAYLOAD_AT = FRAME_HEADER_BYTES
 _SMALL_BYTES = 960
 _WHOLE = frozenset({"all_reduce", "broadcast", "all_gather_single"})  # every rank gets all of every payload
 _OUTSIDE = -1  # in place of the number of members: this rank joins none
+_MOST_SWAPPED = 16  # memories of frames that are remembered; a transport has one, or one for each length
 
 
 def fits_frames(transport: Transport, call: Collective) -> bool:
@@ -67,6 +69,20 @@ def room_for(transport: Transport, verb: str) -> int:
     return transport.frame_bytes - _PAYLOAD_AT if verb in _WHOLE else _SMALL_BYTES
 
 
+class _Swapped(NamedTuple):
+    """Where all ranks' frames lie once they have been swapped, in rank order."""
+
+    frames: Sequence[torch.Tensor]
+    headers: list[memoryview]
+    compared: list[memoryview]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, frames: Sequence[torch.Tensor]) -> _Swapped:
+        headers = [row[:_PAYLOAD_AT].numpy().data for row in frames]
+        return cls(frames, headers, [row[:_COMPARED_BYTES] for row in headers], [row.data_ptr() for row in frames])
+
+
 class Agreement:
     """What compares the calls of one group's ranks. Its frame is filled anew for each call; one thread at a time."""
 
@@ -76,10 +92,8 @@ class Agreement:
         self._frame = torch.zeros(self._bytes, dtype=torch.uint8)
         self._raw = self._frame.numpy().data
         self._payload = self._frame.data_ptr() + _PAYLOAD_AT
-        self._frames: Sequence[torch.Tensor] | None = None  # all ranks', of the last call
-        self._headers: list[memoryview] = []
-        self._compared: list[memoryview] = []
-        self._payloads: list[int] = []
+        self._swapped: dict[int, _Swapped] = {}  # by the id of the frames, which lie in the same memory again and again
+        self._looked_at: Sequence[torch.Tensor] | None = None  # by the short call
 
     def run(self, call: Collective, algorithm: str, timeout_s: float | None) -> None:
         """Raises CollectiveMismatchError, on every rank, unless all make this call; if by FRAMES, completes it.
@@ -95,21 +109,39 @@ class Agreement:
         is_silent = call.verb in ("broadcast", "scatter") and transport.rank != call.root
         sent = None if algorithm != FRAMES or is_silent else call.input
         address, nbytes = (0, 0) if sent is None else (sent.data_ptr(), sent.nbytes)
-        frames = self._swap(header, address, nbytes, call.verb, timeout_s)
+        swapped = self._swap(header, address, nbytes, call.verb, timeout_s)
         if call.verb == "all_to_all_single":
             _agree_on_splits(transport, call, timeout_s)
         if algorithm == FRAMES:
-            self._finish(call, frames)
+            self._finish(call, swapped)
 
-    def reduce(self, address: int, numel: int, dtype: DType, op: ReduceOp, timeout_s: float | None) -> None:
-        """As ``run`` for an all_reduce by FRAMES, in place, of the memory at ``address``: the shortest way.
+    @cached_property
+    def short_call(self) -> Any:
+        """The native FrameCall that ``reduce`` takes; None without a native core, or if it cannot read tensors."""
+        try:
+            made = native().FrameCall
+        except NativeUnavailableError:
+            return None
+        call = made(torch.Tensor, torch.nn.Parameter, self._frame.data_ptr(), wording.CODES["all_reduce"])
+        call.name(FRAMES, "native")
+        return call if call.can_read else None
 
-        Without an address it compares alone, for a native all_reduce that follows.
+    def reduce(self, is_framed: bool, seq: int, timeout_s: float | None) -> None:
+        """As ``run`` for an all_reduce in place of the tensor that ``short_call`` has read: the shortest way.
+
+        ``seq`` is its number on the board. Unless ``is_framed`` it compares alone: a native all_reduce follows.
         """
-        header = _header("all_reduce", int(op), dtype.code, 0, numel, FRAMES if address else "native", 1.0)
-        self._swap(header, address, numel * dtype.itemsize if address else 0, "all_reduce", timeout_s)
-        if address:
-            native().reduce(address, self._payloads, numel, dtype.code, int(op))
+        transport, call = self._transport, self.short_call
+        count_call(transport, "all_reduce")
+        transport.check_whole("all_reduce")
+        frames = transport.exchange_frames(self._frame, call.begin(is_framed, seq), "all_reduce", timeout_s)
+        if frames is not self._looked_at:
+            call.look_at(self._look_up(frames).addresses)
+            self._looked_at = frames
+        if not call.agrees():
+            raise wording.mismatch(transport.place("all_reduce"), _describe(self._look_up(frames).headers))
+        if is_framed:
+            call.reduce()
 
     def agree_on_members(self, ranks: Sequence[int] | None, timeout_s: float | None) -> None:
         """Raises CollectiveMismatchError, on every rank, unless the ranks that anybody lists pass that very list.
@@ -131,29 +163,31 @@ class Agreement:
             rows = [f"new_group({'none' if members is None else members})" for members in lists]
             raise wording.mismatch(transport.place(verb), rows)
 
-    def _swap(
-        self, header: bytes, address: int, nbytes: int, verb: str, timeout_s: float | None
-    ) -> Sequence[torch.Tensor]:
-        """Returns all ranks' frames; this one's has ``nbytes`` from ``address``. Raises CollectiveMismatchError."""
+    def _swap(self, header: bytes, address: int, nbytes: int, verb: str, timeout_s: float | None) -> _Swapped:
+        """Swaps frames, of which this rank's has ``nbytes`` from ``address``. Raises CollectiveMismatchError."""
         transport = self._transport
         count_call(transport, verb)
         transport.check_whole(verb)
         self._raw[:_PAYLOAD_AT] = header
         if nbytes:
             memmove(self._payload, address, nbytes)  # a copy by torch takes about four times as long
-        frames = transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s)
-        if frames is not self._frames:  # most transports have one memory for all; to look it up costs as much as a call
-            self._frames = frames
-            self._headers = [row[:_PAYLOAD_AT].numpy().data for row in frames]
-            self._compared = [row[:_COMPARED_BYTES] for row in self._headers]
-            self._payloads = [row.data_ptr() + _PAYLOAD_AT for row in frames]
+        swapped = self._look_up(transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s))
         mine = header[:_COMPARED_BYTES]
-        for other in self._compared:
+        for other in swapped.compared:
             if other != mine:
-                raise wording.mismatch(transport.place(verb), _describe(self._headers))
-        return frames
+                raise wording.mismatch(transport.place(verb), _describe(swapped.headers))
+        return swapped
 
-    def _finish(self, call: Collective, frames: Sequence[torch.Tensor]) -> None:
+    def _look_up(self, frames: Sequence[torch.Tensor]) -> _Swapped:
+        """Returns where ``frames`` lie; to ask them costs as much as a call."""
+        swapped = self._swapped.get(id(frames))
+        if swapped is None:
+            if len(self._swapped) == _MOST_SWAPPED:
+                self._swapped.clear()
+            swapped = self._swapped[id(frames)] = _Swapped.of(frames)
+        return swapped
+
+    def _finish(self, call: Collective, swapped: _Swapped) -> None:
         """Makes the result of a small collective from every rank's payload."""
         output = call.output
         if output is None or output.numel() == 0 or call.verb == "barrier":
@@ -162,11 +196,11 @@ class Agreement:
         start = self._transport.rank * nbytes if call.verb in ("reduce_scatter_single", "scatter") else 0
         if call.op is not None:
             is_scaled = call.op is ReduceOp.PREMUL_SUM
-            factors = [float(_HEADER.unpack_from(header)[-1]) for header in self._headers] if is_scaled else None
-            reduce_at(output, [payload + start for payload in self._payloads], call.op, factors)
+            factors = [float(_HEADER.unpack_from(header)[-1]) for header in swapped.headers] if is_scaled else None
+            reduce_at(output, [frame + _PAYLOAD_AT + start for frame in swapped.addresses], call.op, factors)
             return
         start += _PAYLOAD_AT
-        payloads = [frame[start : start + nbytes].view(output.dtype) for frame in frames]
+        payloads = [frame[start : start + nbytes].view(output.dtype) for frame in swapped.frames]
         if call.verb in ("broadcast", "scatter"):
             output.copy_(payloads[call.root])
         else:

@@ -109,7 +109,7 @@ def _parse_rule(words: list[str], source: str) -> Rule:
     verb, transport, ranks, hosts, nbytes, algorithm = words
     if verb != "*" and verb not in VERBS:
         raise ConfigError(f"unknown collective {verb!r}; known: {', '.join(VERBS)}, *")
-    if transport != "*" and transport not in TRANSPORTS.names():
+    if transport != "*" and transport not in TRANSPORTS:
         raise TRANSPORTS.unknown(transport)
     if algorithm != "native":
         has = find_algorithm(algorithm).verbs

@@ -16,6 +16,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..algorithms._agreement import FRAMES
 from ..errors import NativeUnavailableError, TransportError
 from ..ops import native
 from ..transport._wording import CALLS
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import Config
-    from ..types import DType, ReduceOp
     from .compression_wire import CompressionReport
     from .group import Call, Group
 
@@ -171,9 +171,14 @@ class Recorder:
         op = _SUM if first.op is None else int(first.op)
         self._begin(_CODES[first.verb], op, _code_of(first.dtype), algorithm, first.root, numel, nbytes)
 
-    def begin_short(self, verb: str, algorithm: str, op: ReduceOp, dtype: DType, numel: int) -> None:
-        """A reduction begins by a short cut that the native core does not write down itself."""
-        self._begin(_CODES[verb], int(op), dtype.code, algorithm, 0, numel, numel * dtype.itemsize)
+    def record(self, call: Any) -> None:
+        """Lets a native FrameCall write its calls itself, by the numbers of ``next_seq``."""
+        call.record_on(self.log, self._number_of(FRAMES), self._number_of("native"))
+
+    def next_seq(self) -> int:
+        """Returns the number of the call that begins, as the errors have it."""
+        self._seq = max(self._transport.calls, self._seq) + 1
+        return self._seq
 
     @contextlib.contextmanager
     def exchange(self, verb: str, nbytes: int) -> Iterator[None]:
@@ -187,13 +192,15 @@ class Recorder:
             self.end(has_failed=not is_done)
 
     def _begin(self, verb: int, op: int, dtype: int, algorithm: str, root: int, numel: int, nbytes: int) -> None:
+        number, is_plan = self._number_of(algorithm), algorithm not in ("native", _WIRE_NAME)
+        seq = 0 if self._transport.compares_calls else self.next_seq()  # 0: the native core numbers it
+        self.log.begin(verb, op, dtype, number, is_plan, root, numel, nbytes, seq)
+
+    def _number_of(self, algorithm: str) -> int:
         number = self._algorithms.get(algorithm)
         if number is None:
             number = self._algorithms[algorithm] = self._board.intern(algorithm)
-        seq = 0  # the native core numbers it
-        if not self._transport.compares_calls:
-            seq = self._seq = max(self._transport.calls, self._seq) + 1
-        self.log.begin(verb, op, dtype, number, algorithm not in ("native", _WIRE_NAME), root, numel, nbytes, seq)
+        return number
 
     def end(self, report: CompressionReport | None = None, has_failed: bool = False) -> None:
         """The call is over; ``report`` is what a compressed one moved."""

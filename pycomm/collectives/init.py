@@ -78,7 +78,7 @@ def init(
         return _adopt(transport, timeout)
     if transport != "auto":
         config = replace(config, transport=transport)
-    if config.transport != "auto" and config.transport not in TRANSPORTS.names():
+    if config.transport != "auto" and config.transport not in TRANSPORTS:
         raise TRANSPORTS.unknown(config.transport)
     launch = _launch_info(rank, world_size)
     return _start(launch, config, store, init_method)

@@ -86,7 +86,7 @@ _checked: set[str] = set()
 def make_codec(name: str, positional: list[Any], named: dict[str, Any]) -> Compressor:
     """Returns the codec ``name`` with these arguments. Raises ConfigError."""
     target, defaults = ALIASES.get(name, (name, {}))
-    if target not in CODECS.names():
+    if target not in CODECS:
         aliases = sorted(alias for alias, (of, _) in ALIASES.items() if of in CODECS.names())
         known = ("auto", *CODECS.names(), *aliases)
         raise ConfigError(f"unknown compression {name!r}; known: {', '.join(known)}")
@@ -96,7 +96,7 @@ def make_codec(name: str, positional: list[Any], named: dict[str, Any]) -> Compr
 def make_wrapper(inner: Compressor, name: str, positional: list[Any], named: dict[str, Any]) -> Compressor:
     """Returns ``inner`` in the wrapper ``name`` with these arguments. Raises ConfigError."""
     target, defaults = ALIASES.get(name, (name, {}))
-    if target not in WRAPPERS.names():
+    if target not in WRAPPERS:
         known = (*WRAPPERS.names(), *sorted(alias for alias, (of, _) in ALIASES.items() if of in WRAPPERS.names()))
         raise ConfigError(f"unknown compression wrapper {name!r}; known: {', '.join(known)}")
     return _call(WRAPPERS.load(target).make, name, [inner, *positional], {**defaults, **named})

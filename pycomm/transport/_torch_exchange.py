@@ -1,4 +1,4 @@
-"""Swaps of small frames over gloo that are one trip, also where the wire is full.
+"""Swaps of frames over gloo: those that calls begin with, and small ones that are one trip where the wire is full.
 
 [Note: one trip]
 gloo sends a message's data when it knows that the receiver has room for it: two trips, if the receive is not posted
@@ -21,9 +21,46 @@ from ._torch_messages import Posted, wait_for
 if TYPE_CHECKING:
     from .torch import TorchTransport
 
-__all__ = ["PostedExchange"]
+__all__ = ["FrameSwap", "PostedExchange"]
+
+c10d: Any = torch._C._distributed_c10d  # which torch.distributed does not export whole
 
 _TAG = 1 << 29  # above the tags of callers' messages, below those of their data
+
+
+class FrameSwap:
+    """``exchange_frames`` of one frame's memory, as an all-to-all of gloo's; what a call needs is made once."""
+
+    def __init__(self, transport: TorchTransport, frame: torch.Tensor) -> None:
+        self.frame = frame
+        self._transport = transport
+        self._address = frame.data_ptr()
+        peers, most, rank = transport.world_size - 1, transport.frame_bytes, transport.rank
+        self._sent = torch.empty(peers * most, dtype=torch.uint8)
+        self._copies = [self._sent.data_ptr()] * peers
+        self._received = torch.empty(peers * most, dtype=torch.uint8)
+        self._frames = list(self._received.view(peers, most).unbind())
+        self._frames.insert(rank, frame)
+        # A receive of gloo's takes what is shorter. What a rank keeps is not sent: the split of its own is 0.
+        self._room = [0 if member == rank else most for member in range(peers + 1)]
+        self._options = c10d.AllToAllOptions()
+        self._nbytes = -1  # of the last call, that there is what follows
+        self._parts = self._sent
+        self._lengths: list[int] = []
+
+    def __call__(self, nbytes: int, verb: str, timeout_s: float | None) -> list[torch.Tensor]:
+        """Returns all ranks' frames; of this one ``nbytes`` are sent."""
+        transport = self._transport
+        if nbytes != self._nbytes:
+            self._nbytes = nbytes
+            self._lengths = [0 if room == 0 else nbytes for room in self._room]
+            self._parts = self._sent[: (transport.world_size - 1) * nbytes]
+            self._copies = [self._sent.data_ptr() + peer * nbytes for peer in range(transport.world_size - 1)]
+        for copy in self._copies:
+            memmove(copy, self._address, nbytes)
+        arguments = self._received, self._parts, self._room, self._lengths, self._options
+        transport.run("all_to_all_single", timeout_s, *arguments, doing=verb)
+        return self._frames
 
 
 class PostedExchange:

@@ -79,7 +79,7 @@ _INT_OPS = frozenset(_OP_NAMES) - {ReduceOp.AVG}
 # Counts in MPI before version 4 are C ints. What is larger goes as one element of a made-up type, or in pieces.
 LARGEST_COUNT = 2**31 - 1
 
-_FIRST_TESTS = 20  # of a swap, before the loop that looks for everything: about 10 us, which most do not take
+_TESTS = 10  # of one request in a row: MPI moves the data in them, and to look for everything else takes as long as ten
 _SPIN_S = 20e-6
 _YIELD_S = 5e-3
 _SHORTEST_SLEEP_S = 50e-6
@@ -140,9 +140,8 @@ class MpiTransport(WatchedTransport):
         try:
             with self.lock:
                 request = swap.start()
-                for _ in range(_FIRST_TESTS):
-                    if request.Test():
-                        return
+                if _has_ended(request):
+                    return
             self.wait_until(lambda: self.poll(request, verb), timeout_s, verb)
         except self.mpi.Exception as error:
             raise self.error_of(error, verb) from error
@@ -299,7 +298,7 @@ class MpiTransport(WatchedTransport):
         """Says whether MPI's ``request`` is complete."""
         try:
             with self.lock:
-                return bool(request.Test())
+                return _has_ended(request)
         except self.mpi.Exception as error:
             raise self.error_of(error, doing) from error
 
@@ -352,7 +351,7 @@ class MpiTransport(WatchedTransport):
         try:
             with self.lock:
                 request = start(*arguments)
-                if request.Test():
+                if _has_ended(request):
                     return
         except self.mpi.Exception as error:
             raise self.error_of(error, verb) from error
@@ -405,6 +404,15 @@ def _apart(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Returns ``input``, or a copy if it shares memory with ``output``, which MPI forbids."""
     first, second = input.data_ptr(), output.data_ptr()
     return input if first + input.nbytes <= second or second + output.nbytes <= first else input.clone()
+
+
+def _has_ended(request: Any) -> bool:
+    """Says whether MPI's ``request`` is complete, having moved it forward."""
+    test = request.Test
+    for _ in range(_TESTS):
+        if test():
+            return True
+    return False
 
 
 def _idle(waited_s: float) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from ctypes import memmove
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from ..types import ReduceOp
 from . import _wording as wording
 from ._deaf_sockets import deafen, listening_sockets
 from ._patience import Patience
-from ._torch_exchange import PostedExchange
+from ._torch_exchange import FrameSwap, PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages
 from ._watch import Watch, slices_s
 from ._watched import WatchedTransport
@@ -120,7 +121,7 @@ class TorchTransport(WatchedTransport):
         # One trip of what fits costs less than the ring of gloo's own all_reduce and a comparison before it. Beyond, it
         # costs more that each rank sends all it has to every other one.
         self.frame_bytes = max(1024, FRAME_HEADER_BYTES + _MOST_FRAMED_BYTES // max(1, self.world_size - 1) // 64 * 64)
-        self._swap: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
+        self._swap: FrameSwap | None = None
         self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
         self._messages: FramedMessages | PlainMessages = FramedMessages(self) if self._is_gloo else PlainMessages(self)
@@ -142,29 +143,18 @@ class TorchTransport(WatchedTransport):
         sent, frames = self._buffers_of(frame.numel())
         for member in range(self.world_size):  # not by torch, which lets go of Python's lock in each call
             memmove(sent.data_ptr() + member * frame.numel(), frame.data_ptr(), frame.numel())
-        self._run("all_to_all_single", timeout_s, frames, sent, [], [], c10d.AllToAllOptions(), doing=verb)
+        self.run("all_to_all_single", timeout_s, frames, sent, [], [], c10d.AllToAllOptions(), doing=verb)
         return frames
 
     def exchange_frames(
         self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
     ) -> Sequence[torch.Tensor]:
-        peers, most = self.world_size - 1, self.frame_bytes
-        if peers == 0 or not self._is_gloo:
-            return super().exchange_frames(frame, nbytes, verb, timeout_s) if peers else [frame]
+        if self.world_size == 1 or not self._is_gloo:
+            return super().exchange_frames(frame, nbytes, verb, timeout_s) if self.world_size > 1 else [frame]
         self.open_group()  # as in exchange
-        if self._swap is None or self._swap[0] is not frame:
-            received = torch.empty(peers * most, dtype=torch.uint8)
-            rows = list(received.view(peers, most).unbind())
-            rows.insert(self.rank, frame)
-            self._swap = frame, torch.empty(peers * most, dtype=torch.uint8), received, rows
-        _, sent, received, rows = self._swap
-        for peer in range(peers):
-            memmove(sent.data_ptr() + peer * nbytes, frame.data_ptr(), nbytes)
-        # A receive of gloo's takes what is shorter. What a rank keeps is not sent: the split of its own is 0.
-        room, lengths = ([0 if each == self.rank else split for each in range(peers + 1)] for split in (most, nbytes))
-        options = c10d.AllToAllOptions()
-        self._run("all_to_all_single", timeout_s, received, sent[: peers * nbytes], room, lengths, options, doing=verb)
-        return rows
+        if self._swap is None or self._swap.frame is not frame:  # a group's calls have the same one
+            self._swap = FrameSwap(self, frame)
+        return self._swap(nbytes, verb, timeout_s)
 
     def exchanger(self, nbytes: int) -> Exchange:
         return PostedExchange(self, nbytes) if self._is_gloo else self.exchange
@@ -184,7 +174,7 @@ class TorchTransport(WatchedTransport):
         if output is not input:
             output.copy_(input)
         options = _options(c10d.AllreduceOptions(), reduceOp=_torch_op(op))
-        self._run("all_reduce", timeout_s, [_as_real(output)], options)
+        self.run("all_reduce", timeout_s, [_as_real(output)], options)
         self._divide(output, op)
 
     def reduce(
@@ -193,7 +183,7 @@ class TorchTransport(WatchedTransport):
         # torch works in place on every rank; away from the root that may not show.
         flat = output.copy_(input) if self.rank == root else input.clone()
         options = _options(c10d.ReduceOptions(), reduceOp=_torch_op(op), rootRank=root)
-        self._run("reduce", timeout_s, [_as_real(flat)], options)
+        self.run("reduce", timeout_s, [_as_real(flat)], options)
         if self.rank == root:
             self._divide(output, op)
 
@@ -201,7 +191,7 @@ class TorchTransport(WatchedTransport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
         options = _options(c10d.ReduceScatterOptions(), reduceOp=_torch_op(op))
-        self._run("reduce_scatter_single", timeout_s, _as_real(output), _as_real(input), options)
+        self.run("reduce_scatter_single", timeout_s, _as_real(output), _as_real(input), options)
         self._divide(output, op)
 
     def _divide(self, output: torch.Tensor, op: ReduceOp) -> None:
@@ -212,10 +202,10 @@ class TorchTransport(WatchedTransport):
 
     def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
         options = _options(c10d.BroadcastOptions(), rootRank=root, rootTensor=0)
-        self._run("broadcast", timeout_s, [as_bytes(flat)], options)
+        self.run("broadcast", timeout_s, [as_bytes(flat)], options)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
-        self._run("all_gather_single", timeout_s, as_bytes(output), as_bytes(input), c10d.AllgatherOptions())
+        self.run("all_gather_single", timeout_s, as_bytes(output), as_bytes(input), c10d.AllgatherOptions())
 
     def all_to_all_single(
         self,
@@ -227,18 +217,18 @@ class TorchTransport(WatchedTransport):
     ) -> None:
         width = input.itemsize
         splits = [width * split for split in output_splits], [width * split for split in input_splits]
-        self._run("all_to_all_single", timeout_s, as_bytes(output), as_bytes(input), *splits, c10d.AllToAllOptions())
+        self.run("all_to_all_single", timeout_s, as_bytes(output), as_bytes(input), *splits, c10d.AllToAllOptions())
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
         outputs = [] if output is None else [_parts(output, self.world_size)]
-        self._run("gather", timeout_s, outputs, [as_bytes(input)], _options(c10d.GatherOptions(), rootRank=root))
+        self.run("gather", timeout_s, outputs, [as_bytes(input)], _options(c10d.GatherOptions(), rootRank=root))
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
         inputs = [] if input is None else [_parts(input, self.world_size)]
-        self._run("scatter", timeout_s, [as_bytes(output)], inputs, _options(c10d.ScatterOptions(), rootRank=root))
+        self.run("scatter", timeout_s, [as_bytes(output)], inputs, _options(c10d.ScatterOptions(), rootRank=root))
 
     def barrier(self, timeout_s: float | None) -> None:
-        self._run("barrier", timeout_s, c10d.BarrierOptions())
+        self.run("barrier", timeout_s, c10d.BarrierOptions())
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -282,7 +272,7 @@ class TorchTransport(WatchedTransport):
             return self.failed(doing, self.watch.explain(self.calls, peer))
         return TransportError(f"{place}: failed in torch.distributed: {text}; the group is broken, make a new one")
 
-    def _run(self, verb: str, timeout_s: float | None, *arguments: Any, doing: str | None = None) -> None:
+    def run(self, verb: str, timeout_s: float | None, *arguments: Any, doing: str | None = None) -> None:
         """Runs one collective of torch's to its end. Its options are the last of the arguments.
 
         ``doing`` is what it is for, if that is not ``verb`` itself.
@@ -302,21 +292,22 @@ class TorchTransport(WatchedTransport):
     def _await(self, work: Any, doing: str, limit_s: float) -> None:
         """Waits for gloo in slices: between them Python handles signals, and this rank looks who lives."""
         deadline = time.monotonic() + limit_s
-        is_long, slices = False, slices_s()
-        while (left_s := deadline - time.monotonic()) > 0:
-            has_ended = work.is_completed()  # then this wait raises what went wrong, if anything did
+        left_s, slices = limit_s, slices_s()
+        is_long = has_ended = False
+        while left_s > 0 or has_ended:
             try:
-                work.wait(timeout_of(min(left_s, next(slices))))
+                work.wait(timeout_of(min(left_s, next(slices))))  # soon: gloo's threads may wait for this one's core
                 return
             except RuntimeError as error:
                 if has_ended:
                     raise self.error_of(error, doing, limit_s) from error
-            if work.is_completed():  # perhaps in the very moment that the slice was over
-                continue
-            if not is_long:
-                is_long = True
-                self.watch.start_wait()
-            self.check(doing)
+            has_ended = work.is_completed()  # then the next wait raises what went wrong, if anything did
+            if not has_ended:
+                if not is_long:
+                    is_long = True
+                    self.watch.start_wait()
+                self.check(doing)
+            left_s = deadline - time.monotonic()
         self.watch.announce("timeout", self.rank)
         raise wording.timed_out(self.place(doing), limit_s)
 
@@ -326,6 +317,7 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+@lru_cache(maxsize=16)
 def timeout_of(seconds: float) -> timedelta:
     """Returns ``seconds`` as torch takes it: whole milliseconds, at least one, and not without end."""
     return timedelta(milliseconds=max(1, math.ceil(min(seconds, _LONGEST_S) * 1000)))

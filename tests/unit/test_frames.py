@@ -108,6 +108,32 @@ def test_every_verb_by_frames(frame_bytes: int) -> None:
     on_all_ranks(frame_bytes, act)
 
 
+def by_the_shortest_way(agreement: Agreement, t: torch.Tensor) -> None:
+    assert agreement.short_call.read(t, ReduceOp.SUM) == t.nbytes
+    agreement.reduce(is_framed=True, seq=0, timeout_s=None)
+
+
+def test_the_shortest_way_meets_the_other_one() -> None:
+    """Ranks may make one call by either, whose headers are written in C++ and in Python."""
+
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        t = mine(rank, 21)
+        if rank == 1:
+            agreement.run(Collective(verb="all_reduce", input=t, output=t, op=ReduceOp.SUM), FRAMES, None)
+        else:
+            by_the_shortest_way(agreement, t)
+        assert torch.equal(t, TOTAL)
+        t = mine(rank)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0: all_reduce\(SUM.*\n.*rank 1: reduce\(SUM"):
+            if rank == 1:
+                agreement.run(Collective(verb="reduce", input=t, output=None, op=ReduceOp.SUM), FRAMES, None)
+            else:
+                by_the_shortest_way(agreement, t)
+        assert torch.equal(t, mine(rank))
+
+    on_all_ranks(1024, act)
+
+
 def test_the_shortest_way_reduces_every_type_as_the_other_does() -> None:
     def act(rank: int, transport: Transport, agreement: Agreement) -> None:
         for dtype in DTYPES:
@@ -117,7 +143,10 @@ def test_the_shortest_way_reduces_every_type_as_the_other_does() -> None:
             ordinary, short = ((torch.arange(9) + rank).to(torch.float32).to(torch_dtype) for _ in range(2))
             call = Collective(verb="all_reduce", input=ordinary, output=ordinary, op=ReduceOp.SUM)
             agreement.run(call, FRAMES, None)
-            agreement.reduce(short.data_ptr(), 9, dtype, ReduceOp.SUM, None)
+            if dtype.family == "complex":  # may be a conjugate view, which DLPack does not tell
+                assert agreement.short_call.read(short, ReduceOp.SUM) == 0
+                continue
+            by_the_shortest_way(agreement, short)
             assert torch.equal(ordinary.view(torch.uint8), short.view(torch.uint8)), dtype.name
 
     on_all_ranks(1024, act)
@@ -128,10 +157,10 @@ def test_frames_of_different_lengths_are_a_mismatch_and_the_ranks_go_on() -> Non
         for numel in (1 + rank, 900 if rank == 1 else 3):
             t = torch.ones(numel)
             with pytest.raises(CollectiveMismatchError, match="rank 0: all_reduce.*\n.*rank 1: all_reduce"):
-                agreement.reduce(t.data_ptr(), numel, DTYPES[11], ReduceOp.SUM, None)
+                by_the_shortest_way(agreement, t)
             assert (t == 1).all()
         t = torch.ones(900)
-        agreement.reduce(t.data_ptr(), 900, DTYPES[11], ReduceOp.SUM, None)
+        by_the_shortest_way(agreement, t)
         assert (t == RANKS).all()
         large = Collective(verb="gather", input=torch.ones(900), output=None)
         assert not fits_frames(transport, large), "a root alone needs it"

@@ -1,0 +1,104 @@
+// What a short cut reads of the user's own arguments: a torch CPU tensor, contiguous, and an operator defined on its type.
+// Anything else it leaves to the ordinary path, which serves it or words the error.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../kernels/reduce.h"
+#include "dlpack_abi.h"
+
+namespace pycomm {
+
+struct Flat {
+  void* data;
+  std::size_t numel;
+  DType dtype;
+  std::size_t bytes() const { return numel * item_bytes(dtype); }
+};
+
+inline bool dtype_of(const dlpack::Tensor& tensor, DType& dtype) {
+  const int bytes = tensor.dtype.bits / 8;
+  const int log2 = bytes == 1 ? 0 : bytes == 2 ? 1 : bytes == 4 ? 2 : bytes == 8 ? 3 : bytes == 16 ? 4 : -1;
+  if (log2 < 0 || tensor.dtype.lanes != 1) return false;
+  switch (tensor.dtype.code) {
+    case dlpack::kUInt: dtype = static_cast<DType>(2 * log2); return log2 <= 3;
+    case dlpack::kInt: dtype = static_cast<DType>(2 * log2 + 1); return log2 <= 3;
+    case dlpack::kFloat:
+      dtype = log2 == 1 ? DType::kFloat16 : log2 == 2 ? DType::kFloat32 : DType::kFloat64;
+      return log2 >= 1 && log2 <= 3;
+    case dlpack::kBfloat: dtype = DType::kBFloat16; return log2 == 1;
+    case dlpack::kBool: dtype = DType::kBool; return log2 == 0;
+    case dlpack::kFloat8E4M3FN: dtype = DType::kFloat8E4M3FN; return log2 == 0;
+    case dlpack::kFloat8E4M3FNUZ: dtype = DType::kFloat8E4M3FNUZ; return log2 == 0;
+    case dlpack::kFloat8E5M2: dtype = DType::kFloat8E5M2; return log2 == 0;
+    case dlpack::kFloat8E5M2FNUZ: dtype = DType::kFloat8E5M2FNUZ; return log2 == 0;
+    default: return false;  // complex tensors may be conjugate views, which DLPack does not tell
+  }
+}
+
+inline bool is_contiguous(const dlpack::Tensor& tensor, std::size_t& numel) {
+  std::int64_t expected = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    if (tensor.strides != nullptr && tensor.strides[i] != expected) return false;
+    expected *= tensor.shape[i];
+  }
+  numel = static_cast<std::size_t>(expected);
+  return true;
+}
+
+// Reads tensors of torch.Tensor and torch.nn.Parameter themselves: subclasses may mean something else.
+class PlainTensors {
+ public:
+  PlainTensors(const pybind11::object& tensor, const pybind11::object& parameter)
+      : types_{tensor, parameter}, is_neg_(tensor.attr("is_neg")), api_(dlpack::exchange_api(type(0))) {}
+
+  bool can_read() const { return api_ != nullptr; }  // else this torch offers no DLPack C exchange
+
+  // False, and no Python error set, if the short cut cannot take `object`.
+  bool read(PyObject* object, Flat& flat) const {
+    if (Py_TYPE(object) != type(0) && Py_TYPE(object) != type(1)) return false;
+    dlpack::Tensor tensor;
+    if (api_->tensor_from_py_object(object, &tensor) != 0) {
+      PyErr_Clear();  // sparse, meta, quantized, ...
+      return false;
+    }
+    if (tensor.device_type != dlpack::kCPU || !dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
+    flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
+    // The imaginary part of a conjugate is a view with a negation bit, which DLPack does not tell either. Such a view has
+    // stride 2, so it fails the test above, unless it has one element. That one lies an odd number of items into memory
+    // that is aligned for complex numbers; only there torch has to be asked.
+    if (flat.numel != 1 || reinterpret_cast<std::uintptr_t>(flat.data) % (2 * item_bytes(flat.dtype)) == 0) return true;
+    PyObject* is_negative = PyObject_CallOneArg(is_neg_.ptr(), object);
+    if (is_negative == nullptr) PyErr_Clear();
+    Py_XDECREF(is_negative);
+    return is_negative == Py_False;
+  }
+
+ private:
+  PyTypeObject* type(int i) const { return reinterpret_cast<PyTypeObject*>(types_[i].ptr()); }
+
+  pybind11::object types_[2];
+  pybind11::object is_neg_;
+  const dlpack::ExchangeApi* api_;
+};
+
+// Reads an operator, which `object`, null where the caller left it out, has to define on `dtype` without a factor.
+inline bool read_op(PyObject* object, DType dtype, ReduceOp& op) {
+  if (object == nullptr) {
+    op = ReduceOp::kSum;
+    return reduce_supported(dtype, op);
+  }
+  if (!PyLong_Check(object)) return false;
+  const long code = PyLong_AsLong(object);
+  if (code < 0 || code > static_cast<long>(ReduceOp::kAvg)) {
+    PyErr_Clear();
+    return false;
+  }
+  op = static_cast<ReduceOp>(code);
+  return reduce_supported(dtype, op);
+}
+
+}  // namespace pycomm
