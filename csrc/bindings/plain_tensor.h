@@ -66,6 +66,7 @@ class PlainTensors {
       return false;
     }
     if (tensor.device_type != dlpack::kCPU || !dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
+    if (tensor.data == nullptr) return false;  // a wrapper without memory of its own, inside torch.func.functionalize
     flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
     // The imaginary part of a conjugate is a view with a negation bit, which DLPack does not tell either. Such a view has
     // stride 2, so it fails the test above, unless it has one element. That one lies an odd number of items into memory

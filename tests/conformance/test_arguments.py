@@ -245,6 +245,8 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("not defined on sparse", lambda: pycomm.all_reduce(t.to_sparse(), ReduceOp.MAX)),
         ("expected a dense tensor", lambda: pycomm.all_reduce(t.to_sparse(), compression="int8")),
         ("meta", lambda: pycomm.all_reduce(torch.zeros(4, device="meta"))),
+        ("memory of its own", lambda: torch.func.functionalize(pycomm.all_reduce)(torch.ones(4))),
+        ("memory of its own", lambda: torch.func.vmap(pycomm.all_reduce)(torch.ones(2, 4))),
         ("overlap", lambda: pycomm.all_reduce(torch.zeros(1).expand(4))),
         ("overlap", lambda: pycomm.all_reduce(torch.zeros(9).as_strided((3, 3), (1, 1)))),
         ("expected a pycomm.Group", lambda: pycomm.all_reduce(t, group="world")),
