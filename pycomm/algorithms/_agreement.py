@@ -33,7 +33,7 @@ from ..transport.base import FRAME_HEADER_BYTES
 from ..types import ReduceOp, dtype_of_name
 
 if TYPE_CHECKING:
-    from ..transport.base import Transport
+    from ..transport.base import Meanwhile, MeanwhileOnHost, Transport
     from .executor import Collective
 
 __all__ = ["FRAMES", "Agreement", "count_call", "fits_frames", "room_for"]
@@ -95,10 +95,13 @@ class Agreement:
         self._swapped: dict[int, _Swapped] = {}  # by the id of the frames, which lie in the same memory again and again
         self._looked_at: Sequence[torch.Tensor] | None = None  # by the short call
 
-    def run(self, call: Collective, algorithm: str, timeout_s: float | None) -> None:
+    def run(
+        self, call: Collective, algorithm: str, timeout_s: float | None, meanwhile: Meanwhile | None = None
+    ) -> None:
         """Raises CollectiveMismatchError, on every rank, unless all make this call; if by FRAMES, completes it.
 
-        Does nothing where the transport compares calls itself, or cannot.
+        Does nothing where the transport compares calls itself, or cannot. ``meanwhile`` is called, where the transport
+        allows it, once this host's ranks are known to agree, while the frames of others travel.
         """
         transport = self._transport
         is_native = transport.compares_calls and algorithm == "native"
@@ -109,7 +112,7 @@ class Agreement:
         is_silent = call.verb in ("broadcast", "scatter") and transport.rank != call.root
         sent = None if algorithm != FRAMES or is_silent else call.input
         address, nbytes = (0, 0) if sent is None else (sent.data_ptr(), sent.nbytes)
-        swapped = self._swap(header, address, nbytes, call.verb, timeout_s)
+        swapped = self._swap(header, address, nbytes, call.verb, timeout_s, meanwhile)
         if call.verb == "all_to_all_single":
             _agree_on_splits(transport, call, timeout_s)
         if algorithm == FRAMES:
@@ -126,7 +129,7 @@ class Agreement:
         call.name(FRAMES, "native")
         return call if call.can_read else None
 
-    def reduce(self, is_framed: bool, seq: int, timeout_s: float | None) -> None:
+    def reduce(self, is_framed: bool, seq: int, timeout_s: float | None, meanwhile: Meanwhile | None = None) -> None:
         """As ``run`` for an all_reduce in place of the tensor that ``short_call`` has read: the shortest way.
 
         ``seq`` is its number on the board. Unless ``is_framed`` it compares alone: a native all_reduce follows.
@@ -134,7 +137,8 @@ class Agreement:
         transport, call = self._transport, self.short_call
         count_call(transport, "all_reduce")
         transport.check_whole("all_reduce")
-        frames = transport.exchange_frames(self._frame, call.begin(is_framed, seq), "all_reduce", timeout_s)
+        nbytes, on_host = call.begin(is_framed, seq), self._on_host(meanwhile)
+        frames = transport.exchange_frames(self._frame, nbytes, "all_reduce", timeout_s, on_host)
         if frames is not self._looked_at:
             call.look_at(self._look_up(frames).addresses)
             self._looked_at = frames
@@ -163,7 +167,15 @@ class Agreement:
             rows = [f"new_group({'none' if members is None else members})" for members in lists]
             raise wording.mismatch(transport.place(verb), rows)
 
-    def _swap(self, header: bytes, address: int, nbytes: int, verb: str, timeout_s: float | None) -> _Swapped:
+    def _swap(
+        self,
+        header: bytes,
+        address: int,
+        nbytes: int,
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: Meanwhile | None = None,
+    ) -> _Swapped:
         """Swaps frames, of which this rank's has ``nbytes`` from ``address``. Raises CollectiveMismatchError."""
         transport = self._transport
         count_call(transport, verb)
@@ -171,12 +183,25 @@ class Agreement:
         self._raw[:_PAYLOAD_AT] = header
         if nbytes:
             memmove(self._payload, address, nbytes)  # a copy by torch takes about four times as long
-        swapped = self._look_up(transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s))
+        on_host = self._on_host(meanwhile)
+        swapped = self._look_up(transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s, on_host))
         mine = header[:_COMPARED_BYTES]
         for other in swapped.compared:
             if other != mine:
                 raise wording.mismatch(transport.place(verb), _describe(swapped.headers))
         return swapped
+
+    def _on_host(self, meanwhile: Meanwhile | None) -> MeanwhileOnHost | None:
+        """Returns what does ``meanwhile`` if the frames of this host's ranks, that it is given, are like this one's."""
+        if meanwhile is None:
+            return None
+        mine = self._raw[:_COMPARED_BYTES]
+
+        def act(frames: Sequence[torch.Tensor]) -> None:
+            if all(frame[:_COMPARED_BYTES].numpy().data == mine for frame in frames):
+                meanwhile()
+
+        return act
 
     def _look_up(self, frames: Sequence[torch.Tensor]) -> _Swapped:
         """Returns where ``frames`` lie; to ask them costs as much as a call."""

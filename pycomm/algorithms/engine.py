@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from ..transport.base import Transport
 from ._agreement import FRAMES, Agreement
 from .executor import Collective, Executor
 from .native import run_native
 from .selection import Choice, Selector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..transport.base import Meanwhile
 
 __all__ = ["Engine"]
 
@@ -28,16 +36,20 @@ class Engine:
         things. ``timeout_s`` None means the transport's own. ``is_agreed``: the ranks have compared what
         this call follows from already.
         """
-        if not is_agreed or choice.name == FRAMES:
-            self.agreement.run(call, choice.name, timeout_s)
-        elif not self._transport.compares_calls:
-            self._transport.calls += 1  # which the comparison does
+        agree: Callable[[Meanwhile | None], None] = partial(self.agreement.run, call, choice.name, timeout_s)
+        if is_agreed and choice.name != FRAMES:
+            agree = self._count_call
         if choice.name == FRAMES:
-            return
-        if choice.plan is None:
-            run_native(self._transport, call, timeout_s)
+            agree(None)
+        elif choice.plan is None:
+            run_native(self._transport, call, timeout_s, agree)
         else:
+            agree(None)
             self._executor.run(choice.plan, call, timeout_s)
+
+    def _count_call(self, _: Meanwhile | None) -> None:
+        if not self._transport.compares_calls:
+            self._transport.calls += 1  # which the comparison does
 
     def execute(self, call: Collective, algorithm: str | None, timeout_s: float | None) -> None:
         """Chooses as ``Selector.choose`` does, and runs."""

@@ -5,14 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..transport.base import Transport
+    from collections.abc import Callable
+
+    from ..transport.base import Meanwhile, Transport
     from .executor import Collective
 
 __all__ = ["run_native"]
 
 
-def run_native(transport: Transport, call: Collective, timeout_s: float | None) -> None:
-    """Calls the transport's own collective. The asserts state what ``collectives`` has made sure of."""
+def run_native(
+    transport: Transport, call: Collective, timeout_s: float | None, agree: Callable[[Meanwhile | None], None]
+) -> None:
+    """Calls the transport's own collective, after ``agree(meanwhile)``, the ranks' comparison of it.
+
+    The asserts state what ``collectives`` has made sure of.
+    """
+    if call.verb == "all_reduce":
+        assert call.output is not None and call.input is not None and call.op is not None
+        transport.all_reduce_agreed(agree, call.output, call.input, call.op, call.factor, timeout_s)
+        return
+    agree(None)
     match call.verb:
         case "barrier":
             transport.barrier(timeout_s)
@@ -40,8 +52,6 @@ def _run_reduction(transport: Transport, call: Collective, timeout_s: float | No
     # Only the root of a reduce has an output; the transport writes none elsewhere, so the input may stand in for it.
     output = call.input if call.output is None else call.output
     match call.verb:
-        case "all_reduce":
-            transport.all_reduce(output, call.input, call.op, call.factor, timeout_s)
         case "reduce":
             transport.reduce(output, call.input, call.op, call.factor, call.root, timeout_s)
         case "reduce_scatter_single":

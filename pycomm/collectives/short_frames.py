@@ -10,6 +10,7 @@ happened, where the ordinary path must serve.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +51,14 @@ def _all_reduce(group: Group, recorder: Recorder | None, room: int, call: Any) -
                 return False
             is_done = False
             try:
-                agreement.reduce(is_framed, 0 if recorder is None else recorder.next_seq(), group.timeout_s)
-                if not is_framed:
+                seq = 0 if recorder is None else recorder.next_seq()
+                if is_framed:
+                    agreement.reduce(True, seq, group.timeout_s)
+                else:
+                    agree = partial(agreement.reduce, False, seq, group.timeout_s)
                     is_flat = tensor.dim() == 1 and not tensor.requires_grad  # a view takes 20 us, behind a large call
                     flat = tensor if is_flat else tensor.detach().as_strided((tensor.numel(),), (1,))
-                    transport.all_reduce(flat, flat, op, 1.0, group.timeout_s)
+                    transport.all_reduce_agreed(agree, flat, flat, op, 1.0, group.timeout_s)
                 is_done = True
             finally:
                 call.end(not is_done)

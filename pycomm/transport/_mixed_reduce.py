@@ -33,7 +33,7 @@ from ..types import ReduceOp
 from ._turns import WINDOW, Rounds, left_s, run_in_turns
 from .base import FIRST_OWN_TAG, Request, Transport
 
-__all__ = ["ColumnReduce"]
+__all__ = ["ColumnReduce", "ColumnReduction"]
 
 _SHARD_BYTES = 512 << 10, 1 << 20  # of a segment: at least and at most
 _SEGMENTS = 16  # where the bounds allow it
@@ -44,87 +44,122 @@ class _Start(Protocol):
 
 
 class ColumnReduce:
-    """The all_reduces of one rank. Keeps its memory between calls."""
+    """What the all_reduces of one rank share. Keeps its memory between calls."""
 
     def __init__(self, inner: Transport, column: Sequence[int], host: int, start: _Start) -> None:
         """``column`` are the ranks, one a host, that hold this one's shard, itself at index ``host``.
 
         ``start`` begins a message to or from one of them; tags are those of messages of agreed size.
         """
-        self._inner = inner
-        self._column = column
-        self._host = host
-        self._start = start
+        self.inner = inner
+        self.host = host
+        self.others = [(index, rank) for index, rank in enumerate(column) if index != host]
+        self.start = start
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def run(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float) -> None:
-        """``output (numel,)`` = the reduction of every rank's ``input (numel,)`` by ``op``, which may not be AVG."""
-        deadline = time.monotonic() + timeout_s
+    def turns(self, dtype: torch.dtype, numel: int, number: int) -> list[_Turn]:
+        """Returns memory for ``number`` segments under way, with shards of ``numel``."""
+        hosts = 1 + len(self.others)
+        nbytes = number * (2 * numel + hosts * -(-numel // hosts)) * dtype.itemsize
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return [_Turn(memory, numel, self.host, hosts) for memory in self._memory[:nbytes].view(dtype).chunk(number)]
+
+
+class _Turn:
+    """The memory of a segment under way, and what was sent of it: host h's part and sum are at index h of each list."""
+
+    def __init__(self, memory: torch.Tensor, numel: int, host: int, hosts: int) -> None:
+        self._memory, self._host, self._hosts = memory, host, hosts
+        self.sent: list[Request] = []
+        self.lay_out(numel)
+
+    def lay_out(self, numel: int) -> None:
+        """Makes it the memory of a shard of ``numel``, no longer than the first."""
+        memory, hosts = self._memory, self._hosts
+        self.numel = numel
+        self.shard, self.total, scratch = memory[:numel], memory[numel : 2 * numel], memory[2 * numel :]
+        bounds = [host * numel // hosts for host in range(hosts + 1)]
+        self.parts, self.sums = ([flat[a:b] for a, b in pairwise(bounds)] for flat in (self.shard, self.total))
+        width = self.parts[self._host].numel()
+        self.received = [scratch[host * width : (host + 1) * width] for host in range(hosts)]
+        self.received[self._host] = self.parts[self._host]
+
+
+class ColumnReduction:
+    """One all_reduce: ``output (numel,)`` = the reduction of every rank's ``input (numel,)`` by ``op``, not AVG."""
+
+    def __init__(
+        self, column: ColumnReduce, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float
+    ) -> None:
+        self._column, self._inner = column, column.inner
+        self._op, self._factor = op, factor
         local = self._inner.world_size
         even = input.numel() - input.numel() % local
         tail = torch.zeros(local, dtype=input.dtype)  # what no equal shards can be made of, in memory of its own
         tail[: input.numel() - even] = input[even:]
+        self._rest, self._tail = output[even:], tail
         numel = _shard_numel(even // local, input.itemsize)
         halves = (torch.split(flat[:even], local * numel) for flat in (output, input))
-        segments = list(zip(*halves)) if even else []
+        self._segments = list(zip(*halves)) if even else []
         if even < input.numel():
-            segments.append((tail, tail))
-        slots = self._slots(input.dtype, numel, min(WINDOW, len(segments)))
-        turns: list[tuple[torch.Tensor, list[Request]]] = [(slot, []) for slot in slots]
-        exchanges = (
-            self._reduce(target, source, op, factor, *turns[index % len(turns)], deadline)
-            for index, (target, source) in enumerate(segments)
+            self._segments.append((tail, tail))
+        self._turns = column.turns(input.dtype, numel, min(WINDOW, len(self._segments)))
+        self._has_begun = False
+
+    def begin(self, timeout_s: float) -> None:
+        """Adds up the first segment inside the host. Nobody but these ranks sees it, so the others may yet disagree.
+
+        All ranks of a host call it, or none.
+        """
+        self._add_up(self._turns[0], self._segments[0][1], timeout_s)
+        self._has_begun = True
+
+    def run(self, timeout_s: float) -> None:
+        """All of it, or all that ``begin`` has left."""
+        deadline = time.monotonic() + timeout_s
+        turns = self._turns
+        run_in_turns(
+            (
+                self._reduce(turns[index % len(turns)], output, input, self._has_begun and index == 0, deadline)
+                for index, (output, input) in enumerate(self._segments)
+            ),
+            deadline,
         )
-        run_in_turns(exchanges, deadline)
-        for _, sent in turns:
-            for request in sent:
-                request.wait(left_s(deadline))
-        output[even:] = tail[: input.numel() - even]
+        oldest = len(self._segments) % len(turns)
+        sent = [request for turn in turns[oldest:] + turns[:oldest] for request in turn.sent]
+        last = len(sent) - len(self._column.others)
+        for request in sent[:last]:
+            request.settle()  # see [Note: sends are not waited for]
+        for request in sent[last:]:
+            request.wait(left_s(deadline))
+        self._rest.copy_(self._tail[: self._rest.numel()])
 
     def _reduce(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: ReduceOp,
-        factor: float,
-        slot: torch.Tensor,
-        sent: list[Request],
-        deadline: float,
+        self, turn: _Turn, output: torch.Tensor, input: torch.Tensor, is_added_up: bool, deadline: float
     ) -> Rounds:
-        """Reduces one segment ``(L * numel,)``; yields what is to come in a round, and goes on once it is there.
-
-        ``slot`` is this turn's memory, ``sent`` what was sent from it last, and then what is sent of this segment.
-        """
-        hosts, mine = len(self._column), self._host
-        numel = input.numel() // self._inner.world_size
-        shard, total, scratch = slot[:numel], slot[numel : 2 * numel], slot[2 * numel :]
-        bounds = [host * numel // hosts for host in range(hosts + 1)]
-        parts, sums = ([flat[a:b] for a, b in pairwise(bounds)] for flat in (shard, total))
-        width = parts[mine].numel()
-        received = [scratch[host * width : (host + 1) * width] for host in range(hosts)]
-        received[mine] = parts[mine]
-        others = [(host, peer) for host, peer in enumerate(self._column) if host != mine]
+        """Reduces one segment ``(L * numel,)``; yields what is to come in a round, and goes on once it is there."""
+        others, mine, start = self._column.others, self._column.host, self._column.start
         first, second = FIRST_OWN_TAG, FIRST_OWN_TAG + 1  # every rank sends the messages of a round in the same order
-        arriving = [self._start(received[host], peer, first, is_send=False) for host, peer in others]
-        for request in sent:
-            request.settle()  # see [Note: sends are not waited for]
-        self._inner.reduce_scatter_single(shard, input, op, factor, left_s(deadline))
-        sent[:] = [self._start(parts[host], peer, first, is_send=True) for host, peer in others]
-        summed = [self._start(sums[host], peer, second, is_send=False) for host, peer in others]
+        if turn.numel * self._inner.world_size != input.numel():  # the last segments are shorter
+            turn.lay_out(input.numel() // self._inner.world_size)
+        arriving = [start(turn.received[host], peer, first, is_send=False) for host, peer in others]
+        for request in turn.sent:
+            request.settle()
+        if not is_added_up:
+            self._add_up(turn, input, left_s(deadline))
+        turn.sent = [start(turn.parts[host], peer, first, is_send=True) for host, peer in others]
+        summed = [start(turn.sums[host], peer, second, is_send=False) for host, peer in others]
         yield arriving
-        if width:
-            reduce_(sums[mine], received, ReduceOp.SUM if op is ReduceOp.PREMUL_SUM else op)
-        sent += [self._start(sums[mine], peer, second, is_send=True) for host, peer in others]
+        if turn.parts[mine].numel():
+            op = ReduceOp.SUM if self._op is ReduceOp.PREMUL_SUM else self._op
+            reduce_(turn.sums[mine], turn.received, op)
+        turn.sent += [start(turn.sums[mine], peer, second, is_send=True) for host, peer in others]
         yield summed
-        self._inner.all_gather_single(output, total, left_s(deadline))
+        self._inner.all_gather_single(output, turn.total, left_s(deadline))
 
-    def _slots(self, dtype: torch.dtype, numel: int, number: int) -> Sequence[torch.Tensor]:
-        """Returns memory for ``number`` turns: the shard, its sum over the hosts, and what the hosts send of a part."""
-        hosts = len(self._column)
-        nbytes = number * (2 * numel + hosts * -(-numel // hosts)) * dtype.itemsize
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory[:nbytes].view(dtype).chunk(number)
+    def _add_up(self, turn: _Turn, input: torch.Tensor, timeout_s: float) -> None:
+        self._inner.reduce_scatter_single(turn.shard, input, self._op, self._factor, timeout_s)
 
 
 def _shard_numel(numel: int, itemsize: int) -> int:

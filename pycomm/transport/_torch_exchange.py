@@ -9,6 +9,7 @@ swap are posted at the end of the one before.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from . import _wording as wording
 from ._torch_messages import Posted, wait_for
 
 if TYPE_CHECKING:
+    from .base import Meanwhile
     from .torch import TorchTransport
 
 __all__ = ["FrameSwap", "PostedExchange"]
@@ -64,12 +66,17 @@ class FrameSwap:
 
 
 class PostedExchange:
-    """``exchange`` for frames of one size. Made by every rank of a group, once, which then makes the same calls."""
+    """Swaps frames of one size among ``ranks``, each of which makes one with the same, and then makes the same calls.
 
-    def __init__(self, transport: TorchTransport, nbytes: int) -> None:
+    Two that a rank has at once differ in ``kind``.
+    """
+
+    def __init__(self, transport: TorchTransport, ranks: Sequence[int], nbytes: int, kind: int = 0) -> None:
         self._transport = transport
-        self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
-        self._frames = torch.empty((transport.world_size, nbytes), dtype=torch.uint8)
+        self._tag = _TAG + kind
+        self._place = ranks.index(transport.rank)
+        self._peers = [(place, rank) for place, rank in enumerate(ranks) if rank != transport.rank]
+        self._frames = torch.empty((len(ranks), nbytes), dtype=torch.uint8)
         self._received = torch.empty_like(self._frames)
         # Of two rounds, this one and the last, gloo may still read the memory and needs the handles.
         self._own = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
@@ -77,12 +84,14 @@ class PostedExchange:
         self._turn = 0
         self._receives = self._post()
 
-    def __call__(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
-        """As ``Transport.exchange``."""
+    def __call__(
+        self, frame: torch.Tensor, verb: str, timeout_s: float | None, meanwhile: Meanwhile | None = None
+    ) -> torch.Tensor:
+        """As ``Transport.exchange``; ``meanwhile`` is called while the frames travel."""
         group, own = self._transport.open_group(), self._own[self._turn]
         memmove(own.data_ptr(), frame.data_ptr(), frame.numel())  # torch lets go of Python's lock in each of its calls
         try:
-            self._sends[self._turn] = [group.send([own], peer, _TAG) for peer in self._peers]
+            self._sends[self._turn] = [group.send([own], peer, self._tag) for _, peer in self._peers]
         except RuntimeError as error:
             raise self._transport.error_of(error, verb, self._transport.timeout_s) from error
         self._turn = 1 - self._turn
@@ -92,6 +101,8 @@ class PostedExchange:
             for work in self._receives:
                 wait_for(work, self._received, deadline - time.monotonic())
 
+        if meanwhile is not None:
+            meanwhile()
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
         try:
             Posted(verb, -1, self._transport, finish).wait(limit_s)
@@ -99,10 +110,10 @@ class PostedExchange:
             self._transport.watch.announce("timeout", self._transport.rank)
             raise wording.timed_out(self._transport.place(verb), limit_s) from error
         memmove(self._frames.data_ptr(), self._received.data_ptr(), self._frames.numel())
-        memmove(self._frames.data_ptr() + self._transport.rank * frame.numel(), frame.data_ptr(), frame.numel())
+        memmove(self._frames.data_ptr() + self._place * frame.numel(), frame.data_ptr(), frame.numel())
         self._receives = self._post()
         return self._frames
 
     def _post(self) -> list[Any]:
         group = self._transport.open_group()
-        return [group.recv([self._received[peer]], peer, _TAG) for peer in self._peers]
+        return [group.recv([self._received[place]], peer, self._tag) for place, peer in self._peers]

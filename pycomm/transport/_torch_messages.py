@@ -12,15 +12,24 @@ A receive from any rank learns the index from the frame, so a helper thread has 
 every later receive with that tag, as nobody knows which messages those from any rank will take.
 
 Messages between ranks that have agreed on their sizes go without a frame.
+
+[Note: the end of the interpreter]
+A thread that comes back from torch when the interpreter is being ended finds no Python: it is ended in the middle of
+C++, and that ends the process ("terminate called"). Ranks end together, so connections break at just that time. So at
+exit, after ``finalize``, what still waits is made to come back first: a receive that is out of time at once makes gloo
+end all waits of its group.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,30 +57,52 @@ class _Helpers:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Posted] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
+        self._waiting: set[Posted] = set()
+        self.is_ending = False
 
-    def run(self, job: Callable[[], None]) -> None:
-        """Runs ``job`` in a thread that is free, or a new one."""
+    def complete(self, posted: Posted) -> None:
+        """Completes ``posted`` in a thread that is free, or a new one."""
         with self._lock:
+            self._waiting.add(posted)
             is_one_idle = self._idle > 0
             self._idle -= is_one_idle
         if not is_one_idle:
             threading.Thread(target=self._work, name="pycomm-message", daemon=True).start()
-        self._jobs.put(job)
+        self._jobs.put(posted)
 
     def _work(self) -> None:
         while True:
-            self._jobs.get()()
+            posted = self._jobs.get()
+            posted.complete()
             with self._lock:
+                self._waiting.discard(posted)
                 if self._idle >= _MOST_IDLE:
                     return
                 self._idle += 1
+            del posted  # and the memory that it keeps
+
+    def end(self) -> None:
+        """Makes all threads come back from torch; see [Note: the end of the interpreter]."""
+        self.is_ending = True
+        with self._lock:
+            groups = {id(posted.group): posted.group for posted in self._waiting if posted.is_gloo}
+        for group in groups.values():
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                group.recv([nothing], (group.rank() + 1) % group.size(), _NEVER_SENT).wait(timedelta(milliseconds=1))
+        deadline = time.monotonic() + _END_S
+        while self._waiting and time.monotonic() < deadline:
+            time.sleep(1e-3)
 
 
 _MOST_IDLE = 8
+_END_S = 5.0
+_NEVER_SENT = (1 << 29) + 2  # a tag like those in _torch_exchange.py
 _helpers = _Helpers()
+atexit.register(_helpers.end)
 
 
 class Posted(Request):
@@ -81,6 +112,8 @@ class Posted(Request):
         self, doing: str, peer: int, transport: TorchTransport, finish: Callable[[Posted, float], None]
     ) -> None:
         self.source = peer
+        self.group = transport.open_group()
+        self.is_gloo = transport.is_gloo
         self._doing = doing
         self._peer = peer
         self._transport = transport
@@ -115,21 +148,25 @@ class Posted(Request):
     def _start(self) -> None:
         if not self._is_started:
             self._is_started = True
-            _helpers.run(self._complete)
+            _helpers.complete(self)
 
     def _has_ended(self, left_s: float) -> bool:
         if not self._is_done and self._ended.acquire(timeout=max(left_s, 0.0)):
             self._ended.release()  # for the next who waits
         return self._is_done
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
+        """Waits inside torch, in a helper's thread."""
         limit_s = self._transport.timeout_s
         try:
             self._finish(self, limit_s)
         except PycommError as error:
             self._error = error
         except RuntimeError as error:
-            self._error = self._transport.error_of(error, self._doing, limit_s, self._peer)
+            if _helpers.is_ending:  # nobody is there to be told
+                self._error = wording.used_closed(self._transport.place(self._doing))
+            else:
+                self._error = self._transport.error_of(error, self._doing, limit_s, self._peer)
         self._is_done = True
         self._ended.release()
 

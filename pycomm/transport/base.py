@@ -27,6 +27,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from ..types import ReduceOp
 
     Exchange = Callable[[torch.Tensor, str, float | None], torch.Tensor]  # as Transport.exchange
+    Meanwhile = Callable[[], None]  # what a rank does while frames are on their way
+    MeanwhileOnHost = Callable[[Sequence[torch.Tensor]], None]
+    ExchangeAmong = Callable[[torch.Tensor, str, float | None, Meanwhile | None], torch.Tensor]
 
 __all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport"]
 
@@ -128,24 +132,43 @@ class Transport(ABC):
         The next exchange may overwrite the result.
         Here: by messages.
         """
+        return self._exchange_among(range(self.world_size), frame, verb, timeout_s, None)
+
+    def _exchange_among(
+        self,
+        ranks: Sequence[int],
+        frame: torch.Tensor,
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: Meanwhile | None,
+    ) -> torch.Tensor:
         import torch
 
-        frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
-        frames[self.rank] = frame
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        requests = [self.irecv(frames[peer], peer, _EXCHANGE_TAG) for peer in peers]
-        requests += [self.isend(frame, peer, _EXCHANGE_TAG) for peer in peers]
+        frames = torch.empty((len(ranks), frame.numel()), dtype=torch.uint8)
+        mine = ranks.index(self.rank)
+        frames[mine] = frame
+        places = [(mine + step) % len(ranks) for step in range(1, len(ranks))]
+        requests = [self.irecv(frames[place], ranks[place], _EXCHANGE_TAG) for place in places]
+        requests += [self.isend(frame, ranks[place], _EXCHANGE_TAG) for place in places]
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        if meanwhile is not None:
+            meanwhile()
         for request in requests:
             request.wait(max(deadline - time.monotonic(), 1e-3))
         return frames
 
     def exchange_frames(
-        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
+        self,
+        frame: torch.Tensor,
+        nbytes: int,
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: MeanwhileOnHost | None = None,
     ) -> Sequence[torch.Tensor]:
         """Returns every rank's ``frame (frame_bytes,)``, in rank order, of which ``nbytes``, that rank's own, are sent.
 
         What comes before each collective, and is each small one. Bytes 56 to 63 of a frame are the transport's own.
+        A transport that knows the frames of this host's ranks before the others calls ``meanwhile`` with them.
         Otherwise as ``exchange``.
         """
         return self.exchange(frame, verb, timeout_s).unbind()
@@ -160,6 +183,13 @@ class Transport(ABC):
         Called by every rank, at most once a group.
         """
         return self.exchange
+
+    def exchanger_among(self, ranks: Sequence[int], nbytes: int) -> ExchangeAmong:
+        """As ``exchanger``, for the frames of ``ranks``, each of which lists the same.
+
+        Of what it returns, the last argument is called, if there is one, while the frames are on their way.
+        """
+        return partial(self._exchange_among, ranks)
 
     def record_on(self, log: Any) -> None:
         """Writes the group's calls on the board from now on, if the transport can; else the layer above does (see
@@ -202,6 +232,22 @@ class Transport(ABC):
     ) -> None:
         """``output (numel,)`` = reduction of every rank's ``input (numel,)``; the two may be the same tensor."""
         raise NotImplementedError
+
+    def all_reduce_agreed(
+        self,
+        agree: Callable[[Meanwhile | None], None],
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp,
+        factor: float,
+        timeout_s: float | None,
+    ) -> None:
+        """As ``all_reduce``, after the ranks have compared their calls, by ``agree(meanwhile)``.
+
+        A transport whose ranks of a host agree first may pass it what they can begin without the others.
+        """
+        agree(None)
+        self.all_reduce(output, input, op, factor, timeout_s)
 
     def reduce(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, root: int, timeout_s: float | None

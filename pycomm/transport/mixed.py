@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -37,19 +37,21 @@ from ..topology import Topology, detect_launch
 from ..types import ReduceOp
 from . import ConnectSpec
 from . import connect as connect_by
-from ._mixed_reduce import ColumnReduce
+from ._host_frames import HostFrames
+from ._mixed_reduce import ColumnReduce, ColumnReduction
 from ._watched import WatchedTransport
 from ._wording import Remembered
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
-    from .base import Exchange
+    from .base import Exchange, Meanwhile, MeanwhileOnHost
 
 __all__ = ["MixedTransport", "connect"]
 
 _log = logging.getLogger("pycomm")
 
 _FOR_EVER_S = 1e9
+_Frames = TypeVar("_Frames")
 
 
 class MixedTransport(Transport):
@@ -71,10 +73,12 @@ class MixedTransport(Transport):
         self._starting = threading.Lock()  # one thread at a time calls a transport
         self._failure: Remembered | None = None  # what ended both
         self._arrivals = _Arrivals(self)
+        self._frames: HostFrames | None = None
         if len(set(map(len, topology.hosts))) == 1:  # else the ranks' shards do not match; a plan finds how they do
             column = [ranks[inner.rank] for ranks in topology.hosts]
             host = topology.host_of(self.rank)
-            self._column = ColumnReduce(inner, column, host, self.start)
+            self._column = ColumnReduce(inner, column, host, self._start_outside)
+            self._frames = HostFrames(inner, outer, topology, self.frame_bytes)
             self.native = frozenset({"all_reduce"})
 
     @property
@@ -99,15 +103,26 @@ class MixedTransport(Transport):
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         return self._between_hosts(self.outer.exchange, frame, verb, timeout_s)
 
+    def exchange_frames(
+        self,
+        frame: torch.Tensor,
+        nbytes: int,
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: MeanwhileOnHost | None = None,
+    ) -> Sequence[torch.Tensor]:
+        if self._frames is None:
+            return super().exchange_frames(frame, nbytes, verb, timeout_s)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return self._between_hosts(self._frames.swap, frame, verb, limit_s, meanwhile)
+
     def exchanger(self, nbytes: int) -> Exchange:
         return partial(self._between_hosts, self.outer.exchanger(nbytes))
 
-    def _between_hosts(
-        self, exchange: Exchange, frame: torch.Tensor, verb: str, timeout_s: float | None
-    ) -> torch.Tensor:
+    def _between_hosts(self, exchange: Callable[..., _Frames], *arguments: Any) -> _Frames:
         self.outer.calls, self.outer.group_name = self.calls, self.group_name  # it words what goes wrong
         with self.ending_both():
-            return exchange(frame, verb, timeout_s)
+            return exchange(*arguments)
 
     @property
     def is_broken(self) -> bool:
@@ -126,12 +141,27 @@ class MixedTransport(Transport):
     def all_reduce(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
+        self.all_reduce_agreed(None, output, input, op, factor, timeout_s)
+
+    def all_reduce_agreed(
+        self,
+        agree: Callable[[Meanwhile | None], None] | None,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp,
+        factor: float,
+        timeout_s: float | None,
+    ) -> None:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         is_average, its_op = op is ReduceOp.AVG, op
         if is_average and input.itemsize < 4:  # divided first, as plans do it, so that the sum does not overflow
             is_average, its_op, factor = False, ReduceOp.PREMUL_SUM, 1.0 / self.world_size
+        its_op = ReduceOp.SUM if is_average else its_op
+        reduction = ColumnReduction(self._column, output, input, its_op, factor)
+        if agree is not None:
+            agree(partial(reduction.begin, limit_s))
         with self.ending_both():
-            self._column.run(output, input, ReduceOp.SUM if is_average else its_op, factor, limit_s)
+            reduction.run(limit_s)
         if is_average:
             output.div_(self.world_size)
 
@@ -156,6 +186,11 @@ class MixedTransport(Transport):
         with self.ending_both(), self._starting:
             request = part.isend(flat, its_rank, tag) if is_send else part.irecv(flat, its_rank, tag)
         return _Routed(self, request, peer, tag < FIRST_OWN_TAG)
+
+    def _start_outside(self, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Request:
+        """Starts a message of a call that as a whole is in ``ending_both``: 64 of them in an all_reduce of 16 MiB."""
+        with self._starting:
+            return self.outer.isend(flat, peer, tag) if is_send else self.outer.irecv(flat, peer, tag)
 
     def listen(self, part: Transport, box: torch.Tensor) -> int:
         """Waits for an announcement in ``part``; returns the rank in this group of who made it."""

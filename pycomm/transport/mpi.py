@@ -40,6 +40,7 @@ from ._watched import WatchedTransport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
+    from .base import MeanwhileOnHost
 
 __all__ = ["MpiTransport", "connect"]
 
@@ -127,7 +128,12 @@ class MpiTransport(WatchedTransport):
         return frames
 
     def exchange_frames(
-        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
+        self,
+        frame: torch.Tensor,
+        nbytes: int,
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: MeanwhileOnHost | None = None,
     ) -> Sequence[torch.Tensor]:
         self.open_communicator()
         if self._swaps is None or self._swaps.frame is not frame:  # a group's calls have the same one

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from . import ConnectSpec
-    from .base import Exchange
+    from .base import Exchange, ExchangeAmong, MeanwhileOnHost
 
 __all__ = ["TorchTransport", "as_bytes", "connect", "timeout_of", "wrap"]
 
@@ -89,6 +89,7 @@ _LOST_SIGNS = ("losed by peer", "onnection reset", "roken pipe", "not connected"
 
 _MOST_FRAMED_BYTES = 256 << 10  # that a rank sends to all others together
 _LONGEST_S = 30 * 24 * 3600.0
+_AMONG = 1  # the kind of exchanges among some ranks
 
 
 class TorchTransport(WatchedTransport):
@@ -117,14 +118,14 @@ class TorchTransport(WatchedTransport):
         self._store = store
         self._host = host
         self.watch = Watch.nobody(self.rank) if watch is None else watch
-        self._is_gloo = self.backends.get("cpu") == "gloo"
+        self.is_gloo = self.backends.get("cpu") == "gloo"
         # One trip of what fits costs less than the ring of gloo's own all_reduce and a comparison before it. Beyond, it
         # costs more that each rank sends all it has to every other one.
         self.frame_bytes = max(1024, FRAME_HEADER_BYTES + _MOST_FRAMED_BYTES // max(1, self.world_size - 1) // 64 * 64)
         self._swap: FrameSwap | None = None
         self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
-        self._messages: FramedMessages | PlainMessages = FramedMessages(self) if self._is_gloo else PlainMessages(self)
+        self._messages: FramedMessages | PlainMessages = FramedMessages(self) if self.is_gloo else PlainMessages(self)
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
         if verb not in _REDUCTIONS:
@@ -135,7 +136,7 @@ class TorchTransport(WatchedTransport):
     # -- agreement and failure ------------------------------------------------------------------------------------
 
     def can_agree(self, device_type: str) -> bool:
-        return device_type == "cpu" and self._is_gloo  # NCCL's calls are queued: to compare them would wait for the GPU
+        return device_type == "cpu" and self.is_gloo  # NCCL's calls are queued: to compare them would wait for the GPU
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         # gloo's all-to-all sends to all at once; its all-gather goes round a ring, n - 1 messages one after the other.
@@ -147,9 +148,14 @@ class TorchTransport(WatchedTransport):
         return frames
 
     def exchange_frames(
-        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
+        self,
+        frame: torch.Tensor,
+        nbytes: int,
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: MeanwhileOnHost | None = None,
     ) -> Sequence[torch.Tensor]:
-        if self.world_size == 1 or not self._is_gloo:
+        if self.world_size == 1 or not self.is_gloo:
             return super().exchange_frames(frame, nbytes, verb, timeout_s) if self.world_size > 1 else [frame]
         self.open_group()  # as in exchange
         if self._swap is None or self._swap.frame is not frame:  # a group's calls have the same one
@@ -157,7 +163,10 @@ class TorchTransport(WatchedTransport):
         return self._swap(nbytes, verb, timeout_s)
 
     def exchanger(self, nbytes: int) -> Exchange:
-        return PostedExchange(self, nbytes) if self._is_gloo else self.exchange
+        return PostedExchange(self, range(self.world_size), nbytes) if self.is_gloo else self.exchange
+
+    def exchanger_among(self, ranks: Sequence[int], nbytes: int) -> ExchangeAmong:
+        return PostedExchange(self, ranks, nbytes, _AMONG) if self.is_gloo else super().exchanger_among(ranks, nbytes)
 
     def _buffers_of(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what ``exchange`` sends and receives, kept from one call to the next."""
@@ -282,7 +291,7 @@ class TorchTransport(WatchedTransport):
         arguments[-1].timeout = timeout_of(limit_s)
         try:
             work = start(*arguments)
-            if not self._is_gloo:
+            if not self.is_gloo:
                 work.wait()
                 return
         except (RuntimeError, ValueError) as error:

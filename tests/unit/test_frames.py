@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from pycomm.errors import CollectiveMismatchError
 from pycomm.transport._mpi_frames import Expected
 from pycomm.transport.base import Request, Transport
 from pycomm.types import DTYPES, ReduceOp
+
+if TYPE_CHECKING:
+    from pycomm.transport.base import MeanwhileOnHost
 
 RANKS = 3
 
@@ -33,7 +37,12 @@ class Threads(Transport):
         self._world = world
 
     def exchange_frames(
-        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None
+        self,
+        frame: torch.Tensor,
+        nbytes: int,
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: MeanwhileOnHost | None = None,
     ) -> Sequence[torch.Tensor]:
         rows = torch.full((RANKS, frame.numel()), 0xEE, dtype=torch.uint8)
         self._world.sent[self.rank] = frame[:nbytes].clone()
@@ -41,6 +50,8 @@ class Threads(Transport):
         for row, sent in zip(rows, self._world.sent, strict=True):
             row[: len(sent)] = sent
         self._world.barrier.wait(10)
+        if meanwhile is not None:
+            meanwhile(rows[: self._world.on_host].unbind())
         return rows.unbind()
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
@@ -58,7 +69,7 @@ class Threads(Transport):
 
 def on_all_ranks(frame_bytes: int, act: Any) -> list[Any]:
     """Runs ``act(rank, transport, agreement)`` on every rank."""
-    world = SimpleNamespace(sent=[None] * RANKS, barrier=threading.Barrier(RANKS))
+    world = SimpleNamespace(sent=[None] * RANKS, barrier=threading.Barrier(RANKS), on_host=2)
 
     def run(rank: int) -> Any:
         transport = Threads(world, rank, frame_bytes)
@@ -166,6 +177,23 @@ def test_frames_of_different_lengths_are_a_mismatch_and_the_ranks_go_on() -> Non
         assert not fits_frames(transport, large), "a root alone needs it"
 
     on_all_ranks(4096, act)
+
+
+def test_what_is_done_meanwhile_is_done_once_the_ranks_of_the_host_agree() -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        done: list[str] = []
+
+        def compare(numel: int, others: str) -> None:
+            assert agreement.short_call.read(torch.ones(numel), ReduceOp.SUM) == 4 * numel
+            agreement.reduce(False, 0, None, partial(done.append, others))
+
+        compare(900, "all agree")
+        for numel, others in ((800 if rank == 2 else 900, "the other host differs"), (800 + rank, "this one does")):
+            with pytest.raises(CollectiveMismatchError):
+                compare(numel, others)
+        assert done == (["all agree", "the other host differs"] if rank < 2 else ["all agree"])
+
+    on_all_ranks(1024, act)
 
 
 def test_lengths_are_expected_as_they_came_before() -> None:

@@ -29,6 +29,26 @@ def checksums() -> list[int]:
     return found
 
 
+def disagreements() -> None:
+    """Ranks of the hosts, or of one, that call different things: an error on every rank, nothing written, no harm."""
+    rank, last = pycomm.rank(), pycomm.world_size() - 1
+    for others in ([last], [0], list(range(1, last + 1))):  # they call something else
+        for is_longer in (True, False):
+            numel = 200_000 if is_longer and rank in others else 100_000
+            tensor = torch.full((numel,), float(rank))
+            try:
+                if rank in others and not is_longer:
+                    pycomm.broadcast(tensor, 0)
+                else:
+                    pycomm.all_reduce(tensor)
+            except pycomm.CollectiveMismatchError as error:
+                assert all(f"rank {each}: " in str(error) for each in range(last + 1)), error
+            else:
+                raise AssertionError("nothing was raised")
+            assert torch.equal(tensor, torch.full((numel,), float(rank))), "was written"
+    checksums()
+
+
 def messages() -> list[int]:
     """Rank 0 receives one message from each of the others, with the same tag, from whoever comes first."""
     if pycomm.rank() != 0:
@@ -59,6 +79,7 @@ def groups(ranks: list[int], first_size: int) -> dict[str, Any]:
 
 def main() -> None:
     group = pycomm.init(timeout=600)
+    disagreements()
     report = {
         "rank": group.rank,
         "local_rank": pycomm.local_rank(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import pycomm
+from hosts import disagreements
 from pycomm.collectives import agreement, exchange
 from pycomm.topology import detect_launch
 
@@ -15,6 +16,7 @@ def main() -> None:
         vars(module)["host_id"] = lambda: host
     group = pycomm.init("mixed", timeout=600)
     transport = group.transport
+    disagreements()
     for numel in (0, 1, 1009, 1 << 20):
         tensor = torch.full((numel,), float(group.rank))
         pycomm.all_reduce(tensor)
