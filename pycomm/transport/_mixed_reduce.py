@@ -16,7 +16,8 @@ room, which would queue behind the megabytes on their way.
 [Note: sends are not waited for]
 Who sends me its sums of a segment has had my part of it; who sends me its part of a later segment in the same memory
 has completed the earlier one, and so has had my sums. So once a segment's memory is needed again all that was sent from
-it has arrived. What was sent last is waited for all the same: a rank may end after the call.
+it has arrived. The last message to each rank is waited for all the same, as a rank may end after the call, and with it
+all before it: they leave in the order in which they were sent.
 """
 
 from __future__ import annotations
