@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Workers and ranks share the cores; a thread of OpenMP that waits for another one's share of an operator spins. What
+# tests the kernels' threads asks for them. Before torch is imported, and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # So that test modules, and the processes that they start, find harness.py.
 sys.path.insert(0, str(Path(__file__).parent))
