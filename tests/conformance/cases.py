@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from functools import lru_cache
 from typing import Any
@@ -89,6 +90,20 @@ def reduced(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         for each in stacked[1:]:
             result = fold(result, each)
     return (result != 0).to(dtype) if kind == "bool" else result.to(dtype)
+
+
+_computing = threading.Lock()  # ranks that are threads ask for the same one at the same time
+
+
+def total(world_size: int, numel: int, dtype: torch.dtype, op: ReduceOp) -> torch.Tensor:
+    """The reduction of all ranks' ``contribution``, computed once for all that ask in turn; nobody writes into it."""
+    with _computing:
+        return _total(world_size, numel, dtype, op)
+
+
+@lru_cache(64)
+def _total(world_size: int, numel: int, dtype: torch.dtype, op: ReduceOp) -> torch.Tensor:
+    return reduced([contribution(rank, world_size, numel, dtype, op) for rank in range(world_size)], op)
 
 
 class Guarded:

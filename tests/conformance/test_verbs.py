@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, product
 
 import pytest
 import torch
-from cases import ALL_DTYPES, Guarded, argument_of, contribution, fingerprint, guarded, ops_of, reduced, same_bits
+from cases import ALL_DTYPES, Guarded, argument_of, contribution, fingerprint, guarded, ops_of, same_bits, total
 
 import pycomm
 from harness import run_ranks, transport_params
@@ -17,16 +17,16 @@ from pycomm import ReduceOp
 # 0, 1, a prime, one past what fits a cache line or two beside a header, a page, a window; 8 MiB + 3 bytes comes last.
 SWEEP = (0, 1, 7, 15, 17, 49, 97, 1025, 4097, 65537)
 FEW = (1, 67)
+HOW = (None, "auto", "direct")
 # A case returns what all ranks must have alike, or None, and appends to ``wrong``.
 Case = Callable[[list[str]], torch.Tensor | None]
 
 
 def all_reduce(numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | None, wrong: list[str]) -> torch.Tensor:
     rank, n = pycomm.rank(), pycomm.world_size()
-    inputs = [contribution(r, n, numel, dtype, op) for r in range(n)]
-    buffer = guarded(inputs[rank])
+    buffer = guarded(contribution(rank, n, numel, dtype, op))
     pycomm.all_reduce(buffer.flat, argument_of(op, rank), **how(algorithm))
-    expect(wrong, buffer, reduced(inputs, op))
+    expect(wrong, buffer, total(n, numel, dtype, op))
     return buffer.flat
 
 
@@ -56,32 +56,31 @@ def all_reduce_sparse(rows: int, dtype: torch.dtype, is_average: bool, wrong: li
 
 def reduce(numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | None, wrong: list[str]) -> None:
     rank, n = pycomm.rank(), pycomm.world_size()
-    inputs = [contribution(r, n, numel, dtype, op) for r in range(n)]
-    root = numel % n
-    buffer = guarded(inputs[rank])
+    mine, root = contribution(rank, n, numel, dtype, op), numel % n
+    buffer = guarded(mine)
     pycomm.reduce(buffer.flat, root, argument_of(op, rank), **how(algorithm))
-    expect(wrong, buffer, reduced(inputs, op) if rank == root else inputs[rank])
+    expect(wrong, buffer, total(n, numel, dtype, op) if rank == root else mine)
 
 
 def reduce_scatter_single(
     numel: int, dtype: torch.dtype, op: ReduceOp, algorithm: str | None, wrong: list[str]
 ) -> None:
     rank, n = pycomm.rank(), pycomm.world_size()
-    inputs = [contribution(r, n, n * numel, dtype, op) for r in range(n)]
-    source, buffer = guarded(inputs[rank]), Guarded(numel, dtype)
+    mine = contribution(rank, n, n * numel, dtype, op)
+    source, buffer = guarded(mine), Guarded(numel, dtype)
     pycomm.reduce_scatter_single(buffer.flat, source.flat, argument_of(op, rank), **how(algorithm))
-    expect(wrong, source, inputs[rank])
-    expect(wrong, buffer, reduced(inputs, op)[rank * numel : (rank + 1) * numel])
+    expect(wrong, source, mine)
+    expect(wrong, buffer, total(n, n * numel, dtype, op)[rank * numel : (rank + 1) * numel])
 
 
 def reduce_scatter_in_place(numel: int, dtype: torch.dtype, op: ReduceOp, wrong: list[str]) -> None:
     rank, n = pycomm.rank(), pycomm.world_size()
-    inputs = [contribution(r, n, n * numel, dtype, op) for r in range(n)]
-    whole = guarded(inputs[rank])
+    mine = contribution(rank, n, n * numel, dtype, op)
+    whole = guarded(mine)
     part = whole.flat[rank * numel : (rank + 1) * numel]
     pycomm.reduce_scatter_single(part, whole.flat, argument_of(op, rank))
-    expected = inputs[rank].clone()
-    expected[rank * numel : (rank + 1) * numel] = reduced(inputs, op)[rank * numel : (rank + 1) * numel]
+    expected = mine.clone()
+    expected[rank * numel : (rank + 1) * numel] = total(n, n * numel, dtype, op)[rank * numel : (rank + 1) * numel]
     expect(wrong, whole, expected)
 
 
@@ -127,7 +126,7 @@ def reduce_scatter(numel: int, dtype: torch.dtype, op: ReduceOp, is_even: bool, 
     buffer = Guarded(numels[rank], dtype)
     inputs = [contribution(rank, n, each, dtype, op) for each in numels]
     pycomm.reduce_scatter(buffer.flat, inputs, argument_of(op, rank))
-    expect(wrong, buffer, reduced([contribution(r, n, numels[rank], dtype, op) for r in range(n)], op))
+    expect(wrong, buffer, total(n, numels[rank], dtype, op))
 
 
 def all_to_all_single(numel: int, dtype: torch.dtype, algorithm: str | None, wrong: list[str]) -> None:
@@ -193,14 +192,15 @@ def expect(wrong: list[str], buffer: Guarded, expected: torch.Tensor) -> None:
 
 
 def reduction_cases() -> Iterator[Case]:
-    for algorithm in (None, "auto", "direct"):
-        for dtype in ALL_DTYPES if algorithm is None else (torch.float32, torch.bfloat16):
-            for op in ops_of(dtype):
-                for numel in FEW:
-                    yield partial(all_reduce, numel, dtype, op, algorithm)
-                    yield partial(reduce, numel, dtype, op, algorithm)
-                    yield partial(reduce_scatter_single, numel, dtype, op, algorithm)
-        for numel in SWEEP:
+    # What has the same inputs and total follows one another.
+    for dtype in ALL_DTYPES:
+        for op, numel in product(ops_of(dtype), FEW):
+            for algorithm in HOW if dtype in (torch.float32, torch.bfloat16) else (None,):
+                yield partial(all_reduce, numel, dtype, op, algorithm)
+                yield partial(reduce, numel, dtype, op, algorithm)
+                yield partial(reduce_scatter_single, numel, dtype, op, algorithm)
+    for numel in SWEEP:
+        for algorithm in HOW:
             yield partial(all_reduce, numel, torch.float32, ReduceOp.SUM, algorithm)
             yield partial(all_reduce, numel, torch.bfloat16, ReduceOp.AVG, algorithm)
             yield partial(reduce, numel, torch.float32, ReduceOp.MAX, algorithm)
@@ -217,7 +217,7 @@ def reduction_cases() -> Iterator[Case]:
 
 def movement_cases() -> Iterator[Case]:
     verbs = (broadcast, all_gather_single, all_to_all_single, all_to_all_uneven, gather, scatter)
-    for algorithm in (None, "auto", "direct"):
+    for algorithm in HOW:
         for verb in verbs:
             for dtype in ALL_DTYPES if algorithm is None else (torch.float32,):
                 for numel in FEW:
