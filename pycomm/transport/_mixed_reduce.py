@@ -14,10 +14,10 @@ the calls of shared memory must be. Receives are posted a round ahead: gloo's se
 room, which would queue behind the megabytes on their way.
 
 [Note: sends are not waited for]
-Who sends me its sums of a segment has had my part of it; who sends me its part of a later segment in the same memory
-has completed the earlier one, and so has had my sums. So once a segment's memory is needed again all that was sent from
-it has arrived. The last message to each rank is waited for all the same, as a rank may end after the call, and with it
-all before it: they leave in the order in which they were sent.
+Who sends me its sums of a segment has had my part of it, so that memory is free. Who sends me its part of a later
+segment of the same turn has completed the earlier one, and so has had my sums; until then I keep the handles, as gloo
+sends nothing more to a rank once a message to it has lost its handle. The last message to each rank is waited for all
+the same, as a rank may end after the call, and with it all before it: they leave in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ class ColumnReduction:
         oldest = len(self._segments) % len(turns)
         sent = [request for turn in turns[oldest:] + turns[:oldest] for request in turn.sent]
         last = len(sent) - len(self._column.others)
-        for request in sent[:last]:
-            request.settle()  # see [Note: sends are not waited for]
-        for request in sent[last:]:
+        for request in sent[last:]:  # see [Note: sends are not waited for]
             request.wait(left_s(deadline))
+        for request in sent[:last]:
+            request.settle()
         self._rest.copy_(self._tail[: self._rest.numel()])
 
     def _reduce(
@@ -145,13 +145,14 @@ class ColumnReduction:
         if turn.numel * self._inner.world_size != input.numel():  # the last segments are shorter
             turn.lay_out(input.numel() // self._inner.world_size)
         arriving = [start(turn.received[host], peer, first, is_send=False) for host, peer in others]
-        for request in turn.sent:
-            request.settle()
         if not is_added_up:
             self._add_up(turn, input, left_s(deadline))
-        turn.sent = [start(turn.parts[host], peer, first, is_send=True) for host, peer in others]
+        sent = [start(turn.parts[host], peer, first, is_send=True) for host, peer in others]
         summed = [start(turn.sums[host], peer, second, is_send=False) for host, peer in others]
         yield arriving
+        for request in turn.sent:  # of the segment before
+            request.settle()
+        turn.sent = sent
         if turn.parts[mine].numel():
             op = ReduceOp.SUM if self._op is ReduceOp.PREMUL_SUM else self._op
             reduce_(turn.sums[mine], turn.received, op)

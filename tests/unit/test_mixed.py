@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import weakref
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,9 +15,11 @@ import torch
 from pycomm import CollectiveTimeoutError
 from pycomm.algorithms.executor import FIRST_TAG
 from pycomm.topology import Topology
-from pycomm.transport import mixed
-from pycomm.transport.base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG
+from pycomm.transport import _mixed_reduce, mixed
+from pycomm.transport._mixed_reduce import ColumnReduce, ColumnReduction
+from pycomm.transport.base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 from pycomm.transport.local import LocalTransport, LocalWorld
+from pycomm.types import ReduceOp
 
 
 def test_nobody_shares_a_tag() -> None:
@@ -69,3 +76,75 @@ def test_a_failure_to_join_the_hosts_gives_the_host_back() -> None:
     with pytest.raises(TimeoutError):
         mixed._join(Topology.of_hosts("aab"), lambda: inner, fail)
     assert inner.rank in inner.hub.lost
+
+
+class Alone:
+    """A host of one rank."""
+
+    world_size = 1
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, *_: Any) -> None:
+        output.copy_(input)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, *_: Any) -> None:
+        output.copy_(input)
+
+
+class Sent(Request):
+    """A message that is read from the sender's memory when its receiver waits for it, so as late as can be."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.has_arrived = threading.Event()
+
+    def test(self) -> bool:
+        return self.has_arrived.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        assert self.has_arrived.wait(timeout_s)
+
+    def settle(self) -> None:
+        assert self.has_arrived.is_set(), "nobody knows that it has arrived"
+
+
+class Awaited(Request):
+    def __init__(self, flat: torch.Tensor, messages: queue.Queue[weakref.ref[Sent]]) -> None:
+        self._flat = flat
+        self._messages = messages
+
+    def test(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        message = self._messages.get(timeout=timeout_s)()
+        assert message is not None, "the sender has lost the handle of a message on its way"
+        self._flat.copy_(message.flat)
+        message.has_arrived.set()
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_what_was_sent_is_kept_until_it_has_arrived(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory and its handle, in many segments; and the sums are right."""
+    monkeypatch.setattr(_mixed_reduce, "_SHARD_BYTES", (64, 64))
+    cables: defaultdict[Any, queue.Queue[weakref.ref[Sent]]] = defaultdict(queue.Queue)
+
+    def run(host: int) -> list[torch.Tensor]:
+        def start(flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Request:
+            if not is_send:
+                return Awaited(flat, cables[peer, host, tag])
+            message = Sent(flat)
+            cables[host, peer, tag].put(weakref.ref(message))
+            return message
+
+        column = ColumnReduce(Alone(), range(hosts), host, start)  # type: ignore[arg-type]
+        found = []
+        for numel in (1, 7, 16 * 23 + 5, 16 * 9):
+            flat = torch.arange(numel, dtype=torch.float32) * (host + 1)
+            ColumnReduction(column, flat, flat, ReduceOp.SUM, 1.0).run(60.0)
+            found.append(flat)
+        return found
+
+    with ThreadPoolExecutor(hosts) as pool:
+        for found in pool.map(run, range(hosts)):
+            for flat in found:
+                assert torch.equal(flat, torch.arange(flat.numel()) * float(sum(range(1, hosts + 1))))
