@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = ["create"]
 
 MINIMUM = (2, 11)
 HAS_PYTHON_BACKENDS = (2, 14)
+_AWAITED = timedelta(seconds=30)
 
 
 def create(c10d_options: Any, options: Any) -> Members:
@@ -29,7 +32,11 @@ def create(c10d_options: Any, options: Any) -> Members:
     version = torch_version()
     if version < MINIMUM:
         raise ConfigError(f"backend 'pycomm' needs torch 2.11 or later, and this is {torch.__version__}; upgrade torch")
-    check_devices(_asked_devices(), version)
+    try:
+        check_devices(_asked_devices(), version)
+    except ConfigError:
+        _await_members(c10d_options)
+        raise
     if options is None:
         options = Options()
     elif not isinstance(options, Options):
@@ -58,6 +65,19 @@ def create(c10d_options: Any, options: Any) -> Members:
     from .process_group import PycommProcessGroup
 
     return PycommProcessGroup(store, group, options)
+
+
+def _await_members(c10d_options: Any) -> None:
+    """Waits for all members to get here, though not for long, before this one leaves ``new_group`` with an error.
+
+    Of several backends torch makes one after the other. gloo's, made before ours, would end with this rank while others
+    are still connecting to it, and they would see a broken connection in place of what is wrong.
+    """
+    store = _part(c10d_options.store.clone(), "pycomm/refused")
+    keys = [str(rank) for rank in range(c10d_options.group_size)]
+    store.set(keys[c10d_options.group_rank], "")
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, min(c10d_options.timeout, _AWAITED))
 
 
 def _part(store: Any, name: str) -> Any:

@@ -141,14 +141,15 @@ def case_monitored_barrier_names_who_is_missing() -> None:
     last = world() - 1
     if rank() == last:
         return
-    with pytest.raises((pycomm.CollectiveTimeoutError, RuntimeError), match=rf"rank {last} did not come"):
-        side.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+    missing = rf"rank {last} did not come" if rank() == 0 else rf"rank (0|{last}) did not come"  # rank 0 may be late
+    with pytest.raises((pycomm.CollectiveTimeoutError, RuntimeError), match=missing):
+        side.monitored_barrier(timedelta(seconds=2), wait_all_ranks=True)
 
 
 def case_options() -> None:
     tensor = torch.arange(5000.0) + rank()
     expected = sum(torch.arange(5000.0) + each for each in range(world()))
-    for options in ({"algorithm": "ring"}, {"transport": "torch"}, {"compression": "bf16"}, {"timeout": 5}):
+    for options in ({"algorithm": "ring"}, {"transport": "torch"}, {"compression": "bf16"}, {"timeout": 50}):
         group = own_group(**options)
         mine = tensor.clone()
         dist.all_reduce(mine, group=group)
