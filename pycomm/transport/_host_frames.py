@@ -30,12 +30,13 @@ _VERB = "barrier"  # by which shared memory compares: alike on ranks whose calls
 class HostFrames:
     """The swaps of one rank, which all ranks of ``outer`` make alike."""
 
-    def __init__(self, inner: Transport, outer: Transport, topology: Topology, nbytes: int) -> None:
+    def __init__(
+        self, inner: Transport, outer: Transport, topology: Topology, column: Sequence[int], nbytes: int
+    ) -> None:
         """``inner`` joins the ranks of this host, ``outer`` all ranks of ``topology``; frames have ``nbytes``."""
         self._inner = inner
         self._outer = outer
         self._hosts = topology.hosts
-        column = [ranks[inner.rank] for ranks in topology.hosts]
         self._swap = outer.exchanger_among(column, inner.world_size * nbytes)
         self._swapped: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import CollectiveTimeoutError
 from . import _wording as wording
-from ._torch_messages import Posted, wait_for
+from ._torch_messages import EXCHANGE_TAG, Posted, wait_for
 
 if TYPE_CHECKING:
     from .base import Meanwhile
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["FrameSwap", "PostedExchange"]
 
 c10d: Any = torch._C._distributed_c10d  # which torch.distributed does not export whole
-
-_TAG = 1 << 29  # above the tags of callers' messages, below those of their data
 
 
 class FrameSwap:
@@ -73,7 +71,7 @@ class PostedExchange:
 
     def __init__(self, transport: TorchTransport, ranks: Sequence[int], nbytes: int, kind: int = 0) -> None:
         self._transport = transport
-        self._tag = _TAG + kind
+        self._tag = EXCHANGE_TAG + kind
         self._place = ranks.index(transport.rank)
         self._peers = [(place, rank) for place, rank in enumerate(ranks) if rank != transport.rank]
         self._frames = torch.empty((len(ranks), nbytes), dtype=torch.uint8)

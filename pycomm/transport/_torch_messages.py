@@ -42,13 +42,15 @@ from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 if TYPE_CHECKING:
     from .torch import TorchTransport
 
-__all__ = ["FramedMessages", "PlainMessages", "Posted", "wait_for"]
+__all__ = ["EXCHANGE_TAG", "FramedMessages", "PlainMessages", "Posted", "wait_for"]
 
 _HEADER_BYTES = 16
 _FRAME_BYTES = 256
 _INLINE_BYTES = _FRAME_BYTES - _HEADER_BYTES
 _TAG_BITS = 15
 _DATA_TAGS = 1 << 30  # those of frames are below; gloo has 2^31
+EXCHANGE_TAG = 1 << 29  # and the next one: those of _torch_exchange.py
+_NEVER_SENT = EXCHANGE_TAG + 2
 
 
 class _Helpers:
@@ -88,7 +90,7 @@ class _Helpers:
         """Makes all threads come back from torch; see [Note: the end of the interpreter]."""
         self.is_ending = True
         with self._lock:
-            groups = {id(posted.group): posted.group for posted in self._waiting if posted.is_gloo}
+            groups = {id(posted.gloo): posted.gloo for posted in self._waiting if posted.gloo is not None}
         for group in groups.values():
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8)
@@ -100,7 +102,6 @@ class _Helpers:
 
 _MOST_IDLE = 8
 _END_S = 5.0
-_NEVER_SENT = (1 << 29) + 2  # a tag like those in _torch_exchange.py
 _helpers = _Helpers()
 atexit.register(_helpers.end)
 
@@ -112,8 +113,7 @@ class Posted(Request):
         self, doing: str, peer: int, transport: TorchTransport, finish: Callable[[Posted, float], None]
     ) -> None:
         self.source = peer
-        self.group = transport.open_group()
-        self.is_gloo = transport.is_gloo
+        self.gloo = transport.group if transport.is_gloo else None  # whose waits can be ended
         self._doing = doing
         self._peer = peer
         self._transport = transport

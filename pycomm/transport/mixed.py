@@ -78,7 +78,7 @@ class MixedTransport(Transport):
             column = [ranks[inner.rank] for ranks in topology.hosts]
             host = topology.host_of(self.rank)
             self._column = ColumnReduce(inner, column, host, self._start_outside)
-            self._frames = HostFrames(inner, outer, topology, self.frame_bytes)
+            self._frames = HostFrames(inner, outer, topology, column, self.frame_bytes)
             self.native = frozenset({"all_reduce"})
 
     @property
