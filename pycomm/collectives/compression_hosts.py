@@ -1,13 +1,17 @@
 """A compressed all_reduce between hosts: a host adds up in shared memory, and compresses what crosses the network.
 
 [Note: the way of a segment]
- 1. The ranks of a host reduce-scatter the segment: each then holds the host's sum of its *share*.
+ 1. The ranks of a host reduce-scatter the segment: each then holds the host's sum of its *share*, where the total of
+    that share is to be: no other memory is needed, and where the input lies there too, its cache lines are at hand.
  2. It encodes the share and swaps payloads with its *column*, its likes on the other hosts: where sums can be encoded
     again in two rounds (chunks are scattered, added up, encoded, and gathered), for GATHER in one.
  3. The ranks of a host gather the payloads of all shares, and each decodes them all: so what is gathered inside a host
     is small too, and all ranks decode the same bytes.
 Segments take turns (``transport/_turns.py``): a rank encodes and decodes some while others travel. What a sparse codec
 selects, it selects from the whole share, so there the segment is everything.
+
+Where payloads go in two rounds, what was sent is not waited for: [Note: sends are not waited for] in
+``transport/_mixed_reduce.py`` says why, and it holds here word for word.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..compression import Combine, Context, Message
-from ..transport._turns import WINDOW, Rounds, run_in_turns
+from ..transport._turns import WINDOW, Rounds, left_s, run_in_turns
 from ..transport.base import Request
 from .compression_chunks import Chunks, chunk_numel_of
 from .compression_wire import Wire
@@ -43,6 +47,7 @@ class BetweenHosts:
         if codec.combine is Combine.SUM and not is_again:
             self._path = self._sum
         is_cut = not codec.is_sparse and self._path != self._sum
+        self._sent: list[list[Request]] = [[] for _ in range(WINDOW)]  # by turn; those that are not waited for yet
         self._share_numel = share
         if is_cut and share:
             segments = -(-self._payload_bytes(share) // _PAYLOAD_BYTES)
@@ -51,12 +56,17 @@ class BetweenHosts:
     def run(self) -> None:
         """See [Note: the way of a segment]."""
         numel, step = self._message.input.numel(), max(1, self._share_numel * self._inside.world_size)
-        paths = (
-            self._path(start, min(start + step, numel), index % WINDOW)
-            for index, start in enumerate(range(0, numel, step))
-        )
+        starts = range(0, numel, step)
+        paths = (self._path(start, min(start + step, numel), index % WINDOW) for index, start in enumerate(starts))
         with self._inside.messages(), self._between.messages() as deadline:
             run_in_turns(paths, deadline)
+            oldest = len(starts) % WINDOW
+            sent = [request for turn in self._sent[oldest:] + self._sent[:oldest] for request in turn]
+            last = len(sent) - len(self._others())
+            for request in sent[max(last, 0) :]:
+                request.wait(left_s(deadline))
+            for request in sent[: max(last, 0)]:
+                request.settle()
 
     # -- step 2, by how payloads combine --------------------------------------------------------------------------
 
@@ -67,10 +77,14 @@ class BetweenHosts:
         gathered, mine = chunks.gathered[0], chunks.reduced[0]
         arriving, summed = self._receive(chunks.received[0], 0), self._receive(gathered, 1)
         chunks.encode(0)
-        yield arriving + self._send(chunks.sent[0].chunk(between.world_size), 0)
+        sent = self._send(chunks.sent[0].chunk(between.world_size), 0)
+        yield arriving
+        for request in self._sent[turn]:  # of the segment before
+            request.settle()
         chunks.reduce(0, is_scratch=True)
+        self._sent[turn] = sent + self._send([mine] * between.world_size, 1)
         gathered.view(between.world_size, -1)[between.rank].copy_(mine)
-        yield summed + self._send([mine] * between.world_size, 1)
+        yield summed
         for _, total, payloads in self._gather_inside(start, stop, share, gathered, turn):
             chunks.decode(0, total, payloads)
 
@@ -117,9 +131,11 @@ class BetweenHosts:
             padded[:numel].copy_(segment)
             padded[numel:].zero_()
             segment = padded
-        own = inside.workspace.take(f"turn{turn}.share", share, torch.float32, segment.device)
-        inside.reduce_scatter(own, segment)
         begin, end = (start + min((inside.rank + step) * share, numel) for step in (0, 1))
+        own = self._total[begin:end]
+        if end - begin < share:
+            own = inside.workspace.take(f"turn{turn}.share", share, torch.float32, segment.device)
+        inside.reduce_scatter(own, segment)
         residual = None if self._message.residual is None else self._message.residual[begin:end]
         message = Message(self._codec, own[: end - begin], residual)
         return share, message, self._context._replace(offset=self._context.offset + begin)

@@ -126,9 +126,18 @@ class Wire:
         self._execute(Collective(verb="all_reduce", input=flat, output=flat, op=ReduceOp.SUM))
 
     def reduce_scatter(self, part: torch.Tensor, flat: torch.Tensor) -> None:
-        """``part (numel,)`` = this rank's share of the sum of ``flat (world_size * numel,)``."""
+        """``part (numel,)`` = this rank's share of the sum of ``flat (world_size * numel,)``; it may be that part of
+        ``flat``.
+        """
         self.sent_bytes += part.nbytes * (self.world_size - 1)
-        self._execute(Collective(verb="reduce_scatter_single", input=flat, output=part, op=ReduceOp.SUM))
+        collective = Collective(verb="reduce_scatter_single", input=flat, output=part, op=ReduceOp.SUM)
+        is_own_part = part.data_ptr() == flat[self.rank * part.numel() :].data_ptr()
+        if is_own_part and not self._scatters_in_place(collective):
+            scratch = self.workspace.like("scattered", part)
+            self._execute(collective._replace(output=scratch))
+            part.copy_(scratch)
+        else:
+            self._execute(collective)
 
     def all_gather(self, whole: torch.Tensor, flat: torch.Tensor) -> None:
         """``whole (world_size * numel,)`` = the ranks' ``flat (numel,)``."""
@@ -201,6 +210,10 @@ class Wire:
                 job.exception()
         for job in jobs:
             job.result()
+
+    def _scatters_in_place(self, collective: Collective) -> bool:
+        transport, choice = self._group.transport, self._group.engine.choose(collective, self._algorithm)
+        return transport.scatters_in_place and choice.plan is None
 
     def _execute(self, collective: Collective) -> None:
         start_ns = time.perf_counter_ns()

@@ -15,6 +15,7 @@ from .base import Codec, Combine, Context, absorb, keep_finite
 
 __all__ = ["FORMATS", "Cast", "make"]
 
+_PART_NUMEL = 1 << 16  # small enough to stay in a cache
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,7 +53,13 @@ class Cast(Codec):
             keep_finite(residual)
 
     def decode(self, flat: torch.Tensor, payload: torch.Tensor, context: Context, add: bool = False) -> None:
-        flat.add_(payload) if add else flat.copy_(payload)
+        if not add:
+            flat.copy_(payload)
+        elif payload.is_cuda:
+            flat.add_(payload)
+        else:  # on a CPU torch adds tensors of two types one by one
+            for part, each in zip(torch.split(flat, _PART_NUMEL), torch.split(payload, _PART_NUMEL), strict=True):
+                part.add_(each.to(torch.float32))
 
     def bound(self, flat: torch.Tensor, world_size: int = 1) -> torch.Tensor:
         info = torch.finfo(self.wire_dtype)

@@ -89,6 +89,8 @@ class Transport(ABC):
     ``messages_are_free`` says that messages move by themselves, and that any thread may start one, at any time: also
     while another is inside a collective.
 
+    ``scatters_in_place`` says that the output of its own reduce_scatter may be this rank's part of the input.
+
     ``frame_bytes`` is the length of the frames that ``exchange_frames`` swaps; a multiple of 64. Equal on all ranks.
 
     ``segment_bytes`` is about what one message of a plan should carry: large enough that its start costs little beside
@@ -103,6 +105,7 @@ class Transport(ABC):
     compares_calls: bool = False
     frame_bytes: int = 1024
     messages_are_free: bool = False
+    scatters_in_place: bool = False
     calls: int = 0  # collectives that the ranks have agreed on by ``exchange``
     group_name: str = "?"  # as errors call the group
     pid: int  # of the process that is this rank; a forked child is none
