@@ -154,6 +154,15 @@ void bind_shm(py::module_& m) {
       .def(py::init<int, int, int>(), py::arg("fd"), py::arg("host_ranks"), py::arg("host_rank"))
       .def("allocate", [](std::shared_ptr<Heaps> heaps, std::size_t bytes) { return std::make_unique<Block>(std::move(heaps), bytes); }, NoGil());
   bind_group(m);
+  m.def(
+      "look_at_process",
+      [](int pid) {
+        const shm::Process found = shm::look_at(pid);
+        const bool is_there = found.state != '\0' && !found.has_ended() && !found.is_being_ended();
+        return py::make_tuple(is_there ? std::string(1, found.state) : std::string(), found.start);
+      },
+      py::arg("pid"), "A process's state as the kernel has it, \"\" if it has ended or is being ended, and when it was started.");
+  m.def("is_dead", &shm::is_dead, py::arg("pidfd"), py::arg("pid"), "Whether a process has ended or is being ended.");
   m.def("exit_status", &shm::exit_status, py::arg("pidfd"), py::arg("pid"), "How a process ended, as os.waitpid encodes it; -1 if nobody knows.");
   m.attr("SHM_MAX_RANKS") = shm::kMaxRanks;
   m.def("shm_create_memory", &shm::create_memory, py::arg("ranks"), "A sealed memfd for the ranks of a host; returns its descriptor.");

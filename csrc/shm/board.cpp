@@ -19,6 +19,7 @@
 #include <cstring>
 
 #include "errors.h"
+#include "process.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -85,6 +86,7 @@ Board::Board() : fd_(make_memory()), has_tsc_(has_tsc()) {
   BoardHeader& at = header();
   at.total_bytes = BoardLayout::total;
   at.pid = static_cast<std::uint64_t>(getpid());
+  at.start = look_at(getpid()).start;
   at.has_tsc = has_tsc_;
   // One moment in both clocks: of a few tries the fastest, since a process can be stopped between two reads, for seconds.
   std::int64_t best_ns = INT64_MAX;

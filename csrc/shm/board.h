@@ -28,7 +28,7 @@
 
 namespace pycomm::shm {
 
-inline constexpr std::uint64_t kBoardMagic = 0x3130647262706d63;  // "cmpbrd01"
+inline constexpr std::uint64_t kBoardMagic = 0x3230647262706d63;  // "cmpbrd02"
 inline constexpr std::size_t kRecords = 4096;
 inline constexpr std::size_t kBoardGroups = 128;
 inline constexpr std::size_t kClasses = 256;
@@ -81,6 +81,7 @@ struct BoardHeader {
   std::uint64_t pid, job;      // the job's number is the same on every rank
   std::uint32_t rank, ranks;   // in the group that init returned
   std::uint64_t ticks, monotonic_ns, epoch_ns;  // one moment on three clocks
+  std::uint64_t start;         // of the process; see process.h
   std::uint64_t has_tsc;       // ticks are the processor's; else nanoseconds of CLOCK_MONOTONIC
   std::uint32_t asked, answered;  // futex: whoever wants to know where the process stands counts `asked` up
   std::uint64_t verdict_seq;   // of the verdict in `verdict`; 0 if there is none

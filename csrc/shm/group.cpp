@@ -90,7 +90,7 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
   while (load_acquire(made.key) < key) {
     setup_.check_interrupt();
     const int pid = setup_.pids[leader];
-    if (is_dead(setup_.pidfds[leader])) throw PeerLost("lost", waiter_->where("new_group"), leader, pid, exit_status(setup_.pidfds[leader], pid));
+    if (has_ended(setup_.pidfds[leader])) throw PeerLost("lost", waiter_->where("new_group"), leader, pid, exit_status(setup_.pidfds[leader], pid));
     if (monotonic_ns() > deadline_ns) throw Timeout("late", waiter_->where("new_group"), {leader, pid, setup_.timeout_ns});
     usleep(50);
   }

@@ -177,7 +177,7 @@ void Mailbox::help() {
     });
     std::exception_ptr error;
     try {
-      waiter_.look_around("send/recv");
+      waiter_.look_around(-1, "send/recv");
     } catch (...) {
       error = std::current_exception();
     }

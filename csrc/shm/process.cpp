@@ -1,8 +1,11 @@
 #include "process.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/ioctl.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -22,37 +25,49 @@ constexpr std::uint64_t kInfoExit = 1u << 3;
 constexpr unsigned long kGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
 constexpr int kUnknown = -1;
-constexpr int kFieldsToExitCode = 49;  // from the state (field 3) to exit_code (field 52) of /proc/PID/stat
-
-int status_of_zombie(int pid) {
-  char path[32], text[1024];
-  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  std::FILE* const file = std::fopen(path, "re");
-  if (file == nullptr) return kUnknown;
-  const std::size_t bytes = std::fread(text, 1, sizeof text - 1, file);
-  std::fclose(file);
-  text[bytes] = '\0';
-  const char* field = std::strrchr(text, ')');  // the name before it may hold anything
-  if (field == nullptr || (field[2] != 'Z' && field[2] != 'X')) return kUnknown;
-  field += 2;
-  for (int i = 0; i < kFieldsToExitCode && field != nullptr; ++i) {
-    field = std::strchr(field, ' ');
-    if (field != nullptr) ++field;
-  }
-  return field == nullptr ? kUnknown : std::atoi(field);
-}
+constexpr unsigned long kExiting = 0x4;  // PF_EXITING, stable since Linux 2.6
+constexpr int kFlagsField = 9, kStartField = 22, kExitCodeField = 52;  // of /proc/PID/stat, as proc(5) counts them
 
 }  // namespace
 
-bool is_dead(int pidfd) {
+Process look_at(int pid) {
+  char path[48], text[1024];
+  std::snprintf(path, sizeof path, "/proc/%d/task/%d/stat", pid, pid);
+  const int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return {};
+  const ssize_t bytes = read(file, text, sizeof text - 1);
+  close(file);
+  text[std::max<ssize_t>(bytes, 0)] = '\0';
+  const char* at = std::strrchr(text, ')');  // the name before it may hold anything
+  if (at == nullptr) return {};
+  at += 2;
+  Process found;
+  found.state = *at;
+  for (int field = 3; at != nullptr; ++field) {
+    if (field == kFlagsField) found.is_exiting = (std::strtoul(at, nullptr, 10) & kExiting) != 0;
+    if (field == kStartField) found.start = std::strtoull(at, nullptr, 10);
+    if (field == kExitCodeField) found.status = std::atoi(at);
+    at = std::strchr(at, ' ');
+    if (at != nullptr) ++at;
+  }
+  return found;
+}
+
+bool has_ended(int pidfd) {
   struct pollfd entry{pidfd, POLLIN, 0};
   return pidfd >= 0 && poll(&entry, 1, 0) == 1;
 }
 
+bool is_dead(int pidfd, int pid) {
+  if (pidfd < 0) return false;
+  const Process found = look_at(pid);
+  return has_ended(pidfd) || found.is_being_ended();  // in this order: its pid was still its own when it was looked at
+}
+
 int exit_status(int pidfd, int pid) {
   // First /proc: if the process is collected in between, the pidfd knows.
-  const int status = status_of_zombie(pid);
-  if (status != kUnknown) return status;
+  const Process found = look_at(pid);
+  if (found.has_ended() || found.is_being_ended()) return found.status;
   PidfdInfo info{};
   info.mask = kInfoExit;
   if (pidfd >= 0 && ioctl(pidfd, kGetInfo, &info) == 0 && (info.mask & kInfoExit) != 0) return info.exit_code;

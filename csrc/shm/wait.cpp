@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::int64_t kMostYieldNs = 50'000;     // how long to yield before sleeping, times the ranks that share a core
 constexpr std::int64_t kLeastYieldNs = 500;       // as long as one yield takes
-constexpr std::int64_t kNapNs = 8'000'000;        // how long to sleep before looking around
+constexpr std::int64_t kFirstNapNs = 1'000'000;   // short, since a rank that dies in a call is being waited for already
 
 bool has_membarrier() {
   static const bool has = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0;
@@ -63,8 +63,8 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
     }
   } while (monotonic_ns() - start < patience_ns_);
   patience_ns_ = std::max(patience_ns_ / 2, kLeastYieldNs);
-  for (;;) {
-    doze(peer, is_ready);
+  for (std::int64_t nap_ns = kFirstNapNs;; nap_ns = std::min(2 * nap_ns, kLongestNapNs)) {
+    doze(peer, is_ready, nap_ns);
     if (is_ready()) return;
     try {
       setup_.check_interrupt();
@@ -82,7 +82,7 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
 }
 
 void Waiter::check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come) {
-  look_around(doing);
+  look_around(peer, doing);
   const bool is_gone = peer >= 0 && __atomic_load_n(&setup_.sleepers[peer].is_gone, __ATOMIC_ACQUIRE) != 0;
   const bool is_late = monotonic_ns() >= deadline.at_ns;
   // Asked last: a peer publishes all that is its part before it leaves, and then its leaving breaks nothing.
@@ -95,11 +95,14 @@ void Waiter::check(int peer, Deadline& deadline, const char* doing, const std::f
   throw Timeout("late", where(doing), {peer, peer < 0 ? 0 : setup_.pids[peer], deadline.timeout_ns});
 }
 
-void Waiter::look_around(const char* doing) {
+void Waiter::look_around(int peer, const char* doing) {
   throw_if_broken(doing);
+  // All are looked at cheaply; closely, see [Note: dying], whom this rank waits for, or if that is nobody, one in turn.
+  const int closely = peer >= 0 ? peer : static_cast<int>(looks_.fetch_add(1, std::memory_order_relaxed) % static_cast<unsigned>(setup_.ranks));
   for (int r = 0; r < setup_.ranks; ++r) {
     // A rank that closed the group before it ended is missed only by those who wait for it.
-    if (__atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0 || !is_dead(setup_.pidfds[r])) continue;
+    if (__atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0) continue;
+    if (r == closely ? !is_dead(setup_.pidfds[r], setup_.pids[r]) : !has_ended(setup_.pidfds[r])) continue;
     declare(FailureKind::kPeerLost, r);
     throw_if_broken(doing);
   }
@@ -158,8 +161,8 @@ std::uint32_t Waiter::lie_down(int peer) {
   return bell;
 }
 
-void Waiter::sleep(std::uint32_t bell) {
-  const struct timespec nap{0, kNapNs};
+void Waiter::sleep(std::uint32_t bell, std::int64_t nap_ns) {
+  const struct timespec nap{0, nap_ns};
   syscall(SYS_futex, &setup_.sleepers[setup_.rank].bell, FUTEX_WAIT, bell, &nap, nullptr, 0);
 }
 

@@ -15,7 +15,7 @@
 // at the flag once more. Either the publisher's load comes after that barrier and sees the sleeper, or its store came before
 // and the sleeper sees the flag. Where membarrier is missing the publisher fences.
 //
-// A sleeper wakes every few milliseconds to look whether the awaited rank lives (its pidfd), whether somebody
+// A sleeper wakes every few milliseconds to look whether the awaited rank lives ([Note: dying]), whether somebody
 // declared the group broken, whether its deadline has passed and whether a signal (Ctrl-C) wants the thread.
 #pragma once
 
@@ -59,6 +59,8 @@ inline void prefetch_for_write(const void* line) {
 }
 
 std::int64_t monotonic_ns();
+
+inline constexpr std::int64_t kLongestNapNs = 8'000'000;  // between two looks around
 
 // What broke a group; kept in Control::failure so that one rank's discovery is everybody's.
 enum class FailureKind : std::uint8_t { kNone = 0, kPeerLost = 1, kTimeout = 2, kClosed = 3, kInterrupted = 4 };
@@ -106,16 +108,16 @@ class Waiter {
   // One look at everything but the counter and signals: throws if the group is broken or a rank is dead, and if rank `peer`
   // has left or time is up and `has_come`, the caller's own look at what it waits for, still says no.
   void check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come);
-  // The part of `check` that any thread may do: throws if the group is broken or a rank of it is dead.
-  void look_around(const char* doing);
+  // The part of `check` without the call's own: throws if the group is broken or a rank of it is dead.
+  void look_around(int peer, const char* doing);
   // Throws what Control::failure says, if it says anything.
   void throw_if_broken(const char* doing) const;
-  // Sleeps until somebody publishes, or for a few milliseconds; `is_ready` and the control line are looked at once more
+  // Sleeps until somebody publishes, or for `nap_ns`; `is_ready` and the control line are looked at once more
   // before. tests/model/barrier.pml is the proof.
   template <class Ready>
-  void doze(int peer, Ready is_ready) {
+  void doze(int peer, Ready is_ready, std::int64_t nap_ns = kLongestNapNs) {
     const std::uint32_t bell = lie_down(peer);
-    if (load_acquire(setup_.control->failure) == 0 && !is_ready()) sleep(bell);
+    if (load_acquire(setup_.control->failure) == 0 && !is_ready()) sleep(bell, nap_ns);
     get_up();
   }
 
@@ -133,13 +135,14 @@ class Waiter {
   void wait_long(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
   void wake();
   std::uint32_t lie_down(int peer);
-  void sleep(std::uint32_t bell);
+  void sleep(std::uint32_t bell, std::int64_t nap_ns);
   void get_up();
 
   Setup setup_;
   std::string group_;
   const std::uint64_t* seq_ = nullptr;
   Log* log_ = nullptr;
+  std::atomic<unsigned> looks_{0};  // around; a mailbox has two threads that look
   bool must_fence_;
   std::int64_t patience_ns_;  // how long to yield; [Note: patience]
 };

@@ -26,7 +26,7 @@ from ..transport._wording import CALLS, describe_call
 __all__ = ["Board", "CallRecord", "GroupOnBoard", "boards_of_host"]
 
 # As csrc/shm/board.h has them.
-_HEADER = struct.Struct("<QQQQIIQQQQIIQ")
+_HEADER = struct.Struct("<QQQQIIQQQQQIIQ")
 _GROUP = np.dtype(
     [
         ("name", "S48"),
@@ -122,10 +122,9 @@ class Board:
         if os.fstat(fd).st_size != self._at["total"]:
             raise TransportError("this is no board of this version of pycomm; use the pycomm that the job uses")
         self._data = mmap.mmap(fd, self._at["total"])
-        magic, _, self.pid, _, _, _, self._ticks, self._monotonic_ns, _, self._has_tsc, *_ = self._header()
+        magic, _, self.pid, _, _, _, self._ticks, self._monotonic_ns, _, self._start, self._has_tsc, *_ = self._header()
         if magic != self._at["magic"]:
             raise TransportError("this is no board of this version of pycomm; use the pycomm that the job uses")
-        self.inode = os.fstat(fd).st_ino
 
     def _header(self) -> tuple[int, ...]:
         return _HEADER.unpack_from(self._data)
@@ -154,21 +153,14 @@ class Board:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs: it holds its board for as long."""
-        return self._holds(self.pid)
-
-    def _holds(self, pid: int) -> bool:
-        return any(inode == self.inode for _, inode in _descriptors(pid))
+        """Whether the process still runs."""
+        return self.state != ""
 
     @property
     def state(self) -> str:
-        """The process's state as the kernel has it: R, S, D, T (stopped), or "" if it has ended."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
-        except OSError:
-            return ""
-        state = stat.rpartition(")")[2].split()[0]
-        return "" if state in "ZX" or not self.is_alive else state
+        """The process's state as the kernel has it: R, S, D, T (stopped), or "" if it has ended or is being ended."""
+        state, start = native().look_at_process(self.pid)
+        return state if start == self._start else ""  # else another process has its pid by now
 
     # -- what it says --------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """Who of a group's ranks lives: for transports that have no such eye of their own (MPI, gloo).
 
 [Note: watching]
-Nobody sends heartbeats. On one host every rank holds a pidfd of every other one and looks at them when a wait turns
-long (``SLICE_S``): the kernel knows at once who ended, of what, and never takes one process for another. Between hosts,
-and for what a pidfd does not show (a rank that was interrupted, that ran out of time, that closed the group), the ranks
-leave word in the job's store, where a rank that waits looks now and then. What broke a group is written there once, by
-the rank that finds it; the first discovery is everybody's.
+Nobody sends heartbeats. On one host every rank holds a pidfd of every other one and looks at them, and at what /proc
+says of the processes, when a wait turns long (``SLICE_S``): the kernel knows at once who ended, of what, and never
+takes one process for another. Between hosts, and for what the kernel does not show (a rank that was interrupted, that
+ran out of time, that closed the group), the ranks leave word in the job's store, where a rank that waits looks now and
+then. What broke a group is written there once, by the rank that finds it; the first discovery is everybody's.
 
 A rank that has ended or closed may have done all that was asked of it, and its last bytes may still be under way. So a
 closed rank counts only in a call that it did not make, and a dead one only after one more slice.
@@ -96,6 +96,7 @@ class Watch:
         for fd in self._fds:
             self._poll.register(fd, select.POLLIN)
         self._suspect = -1
+        self._next = 0  # whose process is looked at closely
         self._next_ask = 0.0
         self._ask_s = _ASK_STORE_S
 
@@ -225,10 +226,16 @@ class Watch:
         return made is not None and made >= call
 
     def _find_dead(self) -> int:
-        """Returns a rank whose process has ended, -1 if there is none in sight."""
+        """Returns a rank whose process has ended or is being ended, -1 if there is none in sight.
+
+        Of those that are being ended (csrc/shm/process.h) it sees who was suspected before, and one other, in turn.
+        """
         with self._polling:
             found = [self._fds[fd] for fd, _ in self._poll.poll(0)]
         found += [rank for rank, member in enumerate(self._members) if member.fd == _GONE]
+        if not found and self._members:
+            self._next = (self._next + 1) % len(self._members)
+            found = [rank for rank in {self._suspect, self._next} if rank >= 0 and _is_dying(self._members[rank])]
         return min(found, default=-1)
 
 
@@ -264,6 +271,13 @@ def _look_up(member: Process, is_self: bool) -> Process:
         return member._replace(fd=fd)
     os.close(fd)  # another process has its pid by now
     return member._replace(fd=_GONE)
+
+
+def _is_dying(member: Process) -> bool:
+    try:
+        return member.fd >= 0 and native().is_dead(member.fd, member.pid)
+    except NativeUnavailableError:
+        return False
 
 
 def _exit_status(member: Process) -> int:

@@ -2,7 +2,7 @@
 
 The ranks share one memfd (``_handoff`` says how they come by it); the protocol is native (``csrc/shm``). Every
 collective is carried whole; point-to-point messages go through a ring of bytes for each pair. A rank that dies is
-noticed by its pidfd within about ten milliseconds by every rank that waits.
+noticed within a few milliseconds by every rank that waits.
 """
 
 from __future__ import annotations
