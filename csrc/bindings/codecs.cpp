@@ -9,6 +9,9 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "gil.h"
 #include "pool.h"
@@ -60,7 +63,7 @@ QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_bytes, std:
 }
 
 DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes,
-                             int format, std::size_t block_numel, float factor, bool is_added) {
+                             int format, std::size_t block_numel, float factor, bool is_added, bool is_part) {
   check(format, numel, block_numel, payload_bytes);
   DequantizeJob job{};
   job.flat = reinterpret_cast<float*>(flat);
@@ -68,7 +71,7 @@ DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std::uintpt
   job.factor = factor;
   job.format = static_cast<PayloadFormat>(format);
   job.is_added = is_added;
-  job.is_streamed = 4 * numel >= kStreamedBytes;
+  job.is_streamed = is_part || 4 * numel >= kStreamedBytes;
   job.numel = numel, job.block_numel = block_numel;
   return job;
 }
@@ -152,6 +155,27 @@ std::size_t scatter_add_on_cpu(std::uintptr_t flat, std::size_t numel, std::uint
   return bad;
 }
 
+// Each part: the addresses of its indices and values, and how many there are.
+using Parts = std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>;
+
+std::optional<std::pair<std::size_t, std::size_t>> scatter_sum_on_cpu(std::uintptr_t flat, std::size_t numel,
+                                                                      const Parts& given) {
+  std::vector<SparsePart> parts;
+  for (const auto& [indices, values, count] : given) {
+    parts.push_back({reinterpret_cast<const std::int32_t*>(indices), reinterpret_cast<const float*>(values), count});
+  }
+  const WithoutGil released;
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const std::size_t bad = find_disorder(parts[p], numel);
+    if (bad != parts[p].count) return std::pair{p, bad};
+  }
+  run_in_pool(numel, 1, [flat, numel, &parts](std::size_t first, std::size_t last) {
+    std::vector<SparsePart> mine = parts;
+    scatter_sum(reinterpret_cast<float*>(flat), first, last, mine.data(), mine.size(), 4 * numel >= kStreamedBytes);
+  });
+  return std::nullopt;
+}
+
 }  // namespace
 
 void bind_codecs(py::module_& m) {
@@ -177,17 +201,19 @@ void bind_codecs(py::module_& m) {
   m.def(
       "dequantize",
       [](std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes, int format,
-         std::size_t block_numel, float factor, bool is_added, [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+         std::size_t block_numel, float factor, bool is_added, bool is_part,
+         [[maybe_unused]] std::optional<std::uintptr_t> stream) {
         const DequantizeJob job =
-            dequantize_job(flat, numel, payload, payload_bytes, format, block_numel, factor, is_added);
+            dequantize_job(flat, numel, payload, payload_bytes, format, block_numel, factor, is_added, is_part);
 #if defined(PYCOMM_WITH_CUDA)
         if (stream) return run_on_cuda(dequantize_cuda, job, *stream);
 #endif
         run_on_cpu(dequantize, job);
       },
       py::arg("flat"), py::arg("numel"), py::arg("payload"), py::arg("payload_bytes"), py::arg("format"),
-      py::arg("block_numel"), py::arg("factor"), py::arg("is_added"), py::arg("stream"),
-      "Decodes to float32, or adds to it; `stream` is None for the CPU. Raises ValueError, RuntimeError.");
+      py::arg("block_numel"), py::arg("factor"), py::arg("is_added"), py::arg("is_part"), py::arg("stream"),
+      "Decodes to float32, or adds to it; `is_part`: of a result that no cache will hold. `stream` is None for the CPU. "
+      "Raises ValueError, RuntimeError.");
   m.def("topk_workspace_bytes", &topk_workspace_bytes, py::arg("numel"), py::arg("k"));
   m.def("topk", &topk_on_cpu, py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"), py::arg("numel"),
         py::arg("residual"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("guess"), py::arg("accepted"),
@@ -195,6 +221,8 @@ void bind_codecs(py::module_& m) {
   m.def("scatter_add", &scatter_add_on_cpu, py::arg("flat"), py::arg("numel"), py::arg("indices"), py::arg("values"),
         py::arg("count"), py::arg("factor"),
         "Adds and returns `count`; or adds nothing and returns the position of the first index outside.");
+  m.def("scatter_sum", &scatter_sum_on_cpu, py::arg("flat"), py::arg("numel"), py::arg("parts"),
+        "Writes the sum and returns None; or nothing, and returns the part and the position of its first bad index.");
 #if defined(PYCOMM_WITH_CUDA)
   m.def("topk_cuda", &topk_on_cuda, py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"),
         py::arg("numel"), py::arg("residual"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("report"),

@@ -43,4 +43,20 @@ std::size_t find_bad_index(const std::int32_t* indices, std::size_t count, std::
 // flat[indices[i]] += values[i] * factor, in order. The indices are good.
 void scatter_add(float* flat, const std::int32_t* indices, const float* values, std::size_t count, float factor);
 
+// What one payload says: `values[i]` at `indices[i]`.
+struct SparsePart {
+  const std::int32_t* indices;  // (count,), ascending or equal
+  const float* values;
+  std::size_t count;
+};
+
+// The first i with indices[i] outside 0 .. numel - 1, or below the one before it; or `count`.
+std::size_t find_disorder(const SparsePart& part, std::size_t numel);
+
+// flat[begin, end) = the sum of the parts, in their order; 0 where none says anything. The indices are good. Uses `parts`
+// up: they begin behind `end` then.
+// Bytes moved per element: 4 written, past the caches if `is_streamed` (then a store fence ends it).
+void scatter_sum(float* flat, std::size_t begin, std::size_t end, SparsePart* parts, std::size_t num_parts,
+                 bool is_streamed);
+
 }  // namespace pycomm

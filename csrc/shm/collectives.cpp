@@ -238,6 +238,8 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
+  // In place the lines have just been read: to write them past the caches would throw them out.
+  const bool is_in_place = output == bytes_of(input) + mine * bytes;
   if (fits_slot(n * bytes)) {
     exchange(call, input, n * bytes);
     load_factors(call);
@@ -253,7 +255,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? bytes_of(input) + mine * bytes + offset : part(r, mine);
-        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, n * bytes >= kStreamOutputFrom);
+        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, n * bytes >= kStreamOutputFrom && !is_in_place);
       });
 }
 

@@ -34,6 +34,7 @@ _VERBS = ("all_reduce", "reduce_scatter_single", "all_gather_single")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SEGMENT_NUMEL = 1 << 18
 _MAX_SEGMENTS = 8
+_UNCACHED_BYTES = 4 << 20  # results from here on leave the caches before they are read
 
 
 class Squeezed(NamedTuple):
@@ -83,7 +84,8 @@ def run(call: Squeezed, wire: Wire, seed: int, note: str = "") -> None:
     source, output = call.collective.input, call.collective.output
     assert source is not None and output is not None
     wire.agree(_describe(call, seed) + note)
-    context = Context(call.parts, wire.rank, wire.world_size, seed, kept={})
+    is_part = output.numel() * 4 >= _UNCACHED_BYTES
+    context = Context(call.parts, wire.rank, wire.world_size, seed, is_part=is_part, kept={})
     workspace = wire.workspace
     flat = source if source.dtype == torch.float32 else workspace.like("input", source).copy_(source)
     total = output if output.dtype == torch.float32 else workspace.like("output", output)
@@ -234,9 +236,7 @@ def _exchange_gather(message: Message, total: torch.Tensor, wire: Wire, context:
     gathered = wire.workspace.take("gathered", payload.numel() * wire.world_size, payload.dtype, payload.device)
     wire.all_gather(gathered, payload)
     with wire.timer.decoding():
-        total.zero_()
-        for rank, each in enumerate(gathered.view(wire.world_size, -1)):
-            message.codec.decode(total, each, context._replace(rank=rank), add=True)
+        message.codec.decode_sum(total, gathered.view(wire.world_size, -1).unbind(), context)
 
 
 def _exchange_requantize(message: Message, total: torch.Tensor, wire: Wire, context: Context) -> None:

@@ -67,8 +67,10 @@ class BlockCodec(Codec):
                 f"{self.name}: a payload of {payload.numel()} bytes cannot be decoded: expected {expected} for "
                 f"{flat.numel()} elements of {self.format}; it was cut short, or the ranks compress differently"
             )
-        into = dequantize_add_ if add else dequantize_
-        into(flat, payload, self.format, block_numel=self._block)
+        if add:
+            dequantize_add_(flat, payload, self.format, block_numel=self._block)
+        else:
+            dequantize_(flat, payload, self.format, block_numel=self._block, is_part=context.is_part)
 
     def bound(self, flat: torch.Tensor, world_size: int = 1) -> torch.Tensor:
         block = self.block_numel or FORMATS[self.format].block_numel

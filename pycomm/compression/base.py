@@ -52,7 +52,8 @@ class Context(NamedTuple):
     """What a codec may know of a call.
 
     ``seed`` is the same on all ranks and another in every call; ``offset`` is where the flat begins in the call's
-    buffer, in elements. ``round`` counts the exchanges of a codec with several; ``kept`` lives as long as the call.
+    buffer, in elements. ``round`` counts the exchanges of a codec with several; ``is_part``: what is decoded is a part
+    of a result that no cache will hold; ``kept`` lives as long as the call.
     """
 
     parts: tuple[Part, ...]
@@ -61,6 +62,7 @@ class Context(NamedTuple):
     seed: int = 0
     offset: int = 0
     round: int = 0
+    is_part: bool = False
     kept: dict[str, Any] = {}  # each call passes its own
 
     @property
@@ -155,6 +157,12 @@ class Codec(Compressor):
     @abstractmethod
     def decode(self, flat: torch.Tensor, payload: torch.Tensor, context: Context, add: bool = False) -> None:
         """Writes what ``payload`` says to ``flat (numel,)``, or adds it. Raises TransportError for a damaged one."""
+
+    def decode_sum(self, flat: torch.Tensor, payloads: Sequence[torch.Tensor], context: Context) -> None:
+        """Writes the sum of what the ``payloads`` of ranks 0, 1, ... say to ``flat (numel,)``. Raises as ``decode``."""
+        context = context._replace(is_part=context.is_part and len(payloads) == 1)
+        for rank, payload in enumerate(payloads):
+            self.decode(flat, payload, context._replace(rank=rank), add=rank > 0)
 
     def advance(self, payload: torch.Tensor, context: Context) -> None:
         """Takes the sum of the payloads of one round, before the next ``encode``; for codecs of several rounds."""

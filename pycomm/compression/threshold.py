@@ -7,6 +7,7 @@ largest go, fewer leave room empty. Bytes: 8 a slot, times the other ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,9 @@ class Threshold(Codec):
 
     def decode(self, flat: torch.Tensor, payload: torch.Tensor, context: Context, add: bool = False) -> None:
         TopK(self.ratio).decode(flat, payload, context, add)
+
+    def decode_sum(self, flat: torch.Tensor, payloads: Sequence[torch.Tensor], context: Context) -> None:
+        TopK(self.ratio).decode_sum(flat, payloads, context)
 
     def bound(self, flat: torch.Tensor, world_size: int = 1) -> torch.Tensor:
         at_least = torch.full_like(flat, self.threshold)

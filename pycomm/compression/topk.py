@@ -12,12 +12,13 @@ then has to tell sizes); what the second selection drops stays in the residual o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import ConfigError, TransportError
-from ..ops.topk import scatter_add_, topk_
+from ..ops.topk import scatter_add_, scatter_sum_, topk_
 from ._sparse import check_ratio, sparse_numel, sparse_payload_bytes, split_payload
 from .base import Codec, Combine, Context, keep_finite
 
@@ -77,6 +78,14 @@ class TopK(Codec):
             scatter_add_(flat, indices, values)
         except ConfigError as error:  # an index outside: the bytes are not those that were sent
             raise TransportError(f"topk: this payload cannot be decoded: {error}") from error
+
+    def decode_sum(self, flat: torch.Tensor, payloads: Sequence[torch.Tensor], context: Context) -> None:
+        k = sparse_numel(self.ratio, flat.numel())
+        parts = [split_payload(payload, k) for payload in payloads]
+        try:
+            scatter_sum_(flat, parts)
+        except ConfigError as error:
+            raise TransportError(f"topk: a payload cannot be decoded: {error}") from error
 
     def bound(self, flat: torch.Tensor, world_size: int = 1) -> torch.Tensor:
         k = sparse_numel(self.ratio, flat.numel())

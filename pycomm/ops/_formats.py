@@ -17,6 +17,7 @@ floats (E4M3FN, E5M2, and E2M1 with values 0, .5, 1, 1.5, 2, 3, 4, 6), a "sign" 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import ConfigError
 
@@ -92,6 +93,7 @@ def code_bytes(format: Format, numel: int) -> int:
     return -(-numel * format.bits // 8)
 
 
+@lru_cache(maxsize=1024)
 def payload_bytes(format: str, numel: int, block_numel: int | None = None) -> int:
     """Returns the length of the payload of ``numel`` elements, see [Note: payload of a quantized tensor].
 

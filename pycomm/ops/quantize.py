@@ -100,13 +100,20 @@ def quantize_(
 
 
 def dequantize_(
-    flat: torch.Tensor, payload: torch.Tensor, format: str, *, block_numel: int | None = None, factor: float = 1.0
+    flat: torch.Tensor,
+    payload: torch.Tensor,
+    format: str,
+    *,
+    block_numel: int | None = None,
+    factor: float = 1.0,
+    is_part: bool = False,
 ) -> None:
     """Writes to ``flat (numel,)`` float32 what ``payload`` stands for, each scale first multiplied by ``factor``.
 
-    Any bytes of the right length decode to something; a payload of another length raises ConfigError.
+    Any bytes of the right length decode to something; a payload of another length raises ConfigError. ``is_part``:
+    ``flat`` is a part of a result that no cache will hold, and on a CPU is written past the caches, as all of it would.
     """
-    _dequantize(flat, payload, format, block_numel, factor, is_added=False)
+    _dequantize(flat, payload, format, block_numel, factor, is_added=False, is_part=is_part)
 
 
 def dequantize_add_(
@@ -117,7 +124,14 @@ def dequantize_add_(
 
 
 def _dequantize(
-    flat: torch.Tensor, payload: torch.Tensor, format: str, block_numel: int | None, factor: float, *, is_added: bool
+    flat: torch.Tensor,
+    payload: torch.Tensor,
+    format: str,
+    block_numel: int | None,
+    factor: float,
+    *,
+    is_added: bool,
+    is_part: bool = False,
 ) -> None:
     if torch.compiler.is_compiling():
         block_numel = find_format(format).block_numel if block_numel is None else block_numel
@@ -134,6 +148,7 @@ def _dequantize(
             block_numel,
             factor,
             is_added,
+            is_part,
             stream,
         )
 

@@ -1,6 +1,6 @@
 """topk: the k elements of largest magnitude -> (indices, values); scatter_add: back into a dense tensor.
 
-- ``topk_``, ``scatter_add_``: into memory that is there.
+- ``topk_``, ``scatter_add_``, and ``scatter_sum_`` for several at once: into memory that is there.
 - ``torch.ops.pycomm.topk_`` and ``scatter_add_``: the same as torch operators; inside torch.compile the functions
   above become these by themselves.
 - ``topk_reference``, ``scatter_add_reference``: the same in plain torch; the tests hold the kernels to their bits.
@@ -23,6 +23,7 @@ again, exactly. So a call never sends less than (1 - t) k elements, and those ar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "read_report",
     "scatter_add_",
     "scatter_add_reference",
+    "scatter_sum_",
     "topk_",
     "topk_reference",
     "workspace_bytes",
@@ -149,10 +151,35 @@ def scatter_add_(flat: torch.Tensor, indices: torch.Tensor, values: torch.Tensor
         raise _bad_index(indices, bad, flat.numel())
 
 
+def scatter_sum_(flat: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """``flat (numel,)`` float32 becomes the sum of ``parts``, in their order, with zeros where none says anything.
+
+    A part is what ``topk_`` writes: indices ``(k,)`` int32 in ascending order, values ``(k,)`` float32. It is what
+    zeroing ``flat`` and ``scatter_add_`` of each part compute, bit for bit, but on a CPU memory is passed over once.
+    Raises ConfigError, before anything is written, for an index outside ``0 .. numel - 1`` or out of order (on a GPU
+    as ``scatter_add_``).
+    """
+    if torch.compiler.is_compiling() or not flat.is_cpu:
+        flat.zero_()
+        for indices, values in parts:
+            scatter_add_(flat, indices, values)
+        return
+    check_dense("scatter_sum", "flat", flat, torch.float32)
+    for indices, values in parts:
+        check_dense("scatter_sum", "indices", indices, torch.int32)
+        check_dense("scatter_sum", "values", values, torch.float32, indices.numel())
+        check_devices("scatter_sum", flat, indices=indices, values=values)
+    places = [(indices.data_ptr(), values.data_ptr(), indices.numel()) for indices, values in parts]
+    bad = kernels().scatter_sum(flat.data_ptr(), flat.numel(), places)
+    if bad is not None:
+        raise _bad_index(parts[bad[0]][0], bad[1], flat.numel())
+
+
 def _bad_index(indices: torch.Tensor, place: int, numel: int) -> ConfigError:
+    index = int(indices[place])
+    problem = f"outside: expected 0 .. {numel - 1}" if not 0 <= index < numel else "below the one before it"
     return ConfigError(
-        f"scatter_add: index {int(indices[place])} at position {place} is outside: expected 0 .. {numel - 1}; the "
-        "payload is damaged, or made for another tensor"
+        f"scatter: index {index} at position {place} is {problem}; the payload is damaged, or made for another tensor"
     )
 
 

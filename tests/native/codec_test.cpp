@@ -93,6 +93,8 @@ void test_damaged_payloads(int count) {
     for (std::size_t j = 0; j < 8; ++j) indices.data()[j] = static_cast<std::int32_t>(generator() % (numel + 2));
     const Array<float> values(8);
     if (find_bad_index(indices.data(), 8, numel) == 8) scatter_add(flat.data(), indices.data(), values.data(), 8, 1.0f);
+    SparsePart parts[] = {{indices.data(), values.data(), 8}, {indices.data(), values.data(), 8}};
+    if (find_disorder(parts[0], numel) == 8) scatter_sum(flat.data(), 0, numel, parts, 2, i % 16 == 0);
   }
 }
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pycomm.compression import CODECS, Codec, Context, Part, parse
+from pycomm.compression import CODECS, Codec, Combine, Context, Part, parse
 from pycomm.errors import ConfigError, TransportError
 
 # More than the defaults where the parameters matter; a codec that is not here is tried with its defaults.
@@ -128,6 +128,10 @@ def test_adding_is_decoding_and_adding(spec: str) -> None:
     codec.decode(plain, payload, context)
     codec.decode(added, payload, context, add=True)
     assert torch.equal(added, 1 + plain)
+    if codec.combine is Combine.GATHER:
+        summed = torch.full_like(flat, 7.0)
+        codec.decode_sum(summed, [payload, payload], context)
+        assert torch.equal(summed, plain + plain)
 
 
 @pytest.mark.parametrize("spec", ["int8:rounding=stochastic", "int4:rounding=stochastic", "fp8:rounding=stochastic",
@@ -164,6 +168,11 @@ def test_damaged_payloads_are_errors_or_numbers(spec: str) -> None:
         except TransportError as error:
             refused += 1
             assert "damaged" in str(error)
+            if codec.combine is Combine.GATHER:
+                output.fill_(7.0)
+                with pytest.raises(TransportError, match="damaged"):
+                    codec.decode_sum(output, [payload, damaged], context)
+                assert (output == 7.0).all()
     assert (refused > 0) == codec.is_sparse  # an index outside is noticed; a flipped code is another number
 
 

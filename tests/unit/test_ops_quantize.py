@@ -123,6 +123,9 @@ def test_large_calls_stream_and_run_on_torchs_threads() -> None:
             assert torch.equal(payloads[0], payloads[1]) and torch.equal(*decoded)
             part = slice(0, 1024 * 1000)
             assert torch.equal(decoded[0][part], decode(encode(x[part], format), part.stop, format))
+            streamed = torch.empty(part.stop)
+            dequantize_(streamed, encode(x[part], format), format, is_part=True)
+            assert torch.equal(decoded[0][part], streamed)
     finally:
         torch.set_num_threads(before)
 

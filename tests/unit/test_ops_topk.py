@@ -12,6 +12,7 @@ from pycomm.ops.topk import (
     read_report,
     scatter_add_,
     scatter_add_reference,
+    scatter_sum_,
     topk_,
     topk_reference,
     workspace_bytes,
@@ -107,6 +108,32 @@ def test_scatter_add() -> None:
     expected = scatter_add_reference(flat, indices, values, factor=0.1)
     scatter_add_(flat, indices, values, factor=0.1)
     assert same_bits(flat, expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, (1 << 20) + 3])  # a chunk is 4096; the last is streamed
+def test_scatter_sum_is_zeroing_and_adding_part_by_part(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    parts = []
+    for k in (numel // 3, numel // 100, 0, min(numel, 2)):
+        indices = torch.randint(0, max(numel, 1), (k,), generator=generator).sort().values.to(torch.int32)
+        parts.append((indices, torch.randn(k, generator=generator)))
+    memory = torch.full((numel + 2,), 7.0)  # what lies around is left alone, also where it is misaligned
+    expected = memory.clone()
+    expected[1 : 1 + numel].zero_()
+    for indices, values in parts:
+        scatter_add_(expected[1 : 1 + numel], indices, values)
+    scatter_sum_(memory[1 : 1 + numel], parts)
+    assert same_bits(memory, expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 1000])  # 3: below the one before it
+def test_scatter_sum_raises_before_anything_is_written(bad: int) -> None:
+    flat, indices = torch.ones(1000), torch.arange(600, dtype=torch.int32)
+    damaged = indices.clone()
+    damaged[77] = bad
+    with pytest.raises(ConfigError, match=f"index {bad} at position 77"):
+        scatter_sum_(flat, [(indices, torch.ones(600)), (damaged, torch.ones(600))])
+    assert (flat == 1).all()
 
 
 @pytest.mark.parametrize("bad", [-1, 1000, 2**31 - 1, -(2**31)])

@@ -111,6 +111,49 @@ std::size_t find_bad_index(const std::int32_t* indices, std::size_t count, std::
   return count;
 }
 
+std::size_t find_disorder(const SparsePart& part, std::size_t numel) {
+  const std::size_t bad = find_bad_index(part.indices, part.count, numel);
+  bool is_ordered = true;
+  for (std::size_t i = 1; i < bad; ++i) is_ordered &= part.indices[i - 1] <= part.indices[i];
+  if (is_ordered) return bad;
+  std::size_t i = 1;
+  while (part.indices[i - 1] <= part.indices[i]) ++i;
+  return i;
+}
+
+// Chunk by chunk, in the L1 cache: so the zeros are written there, and memory sees each line once.
+void scatter_sum(float* flat, std::size_t begin, std::size_t end, SparsePart* parts, std::size_t num_parts,
+                 bool is_streamed) {
+  constexpr std::size_t kStep = 4096;
+  alignas(64) float chunk[kStep];
+  const auto skip = [](SparsePart& part, std::size_t count) {
+    part.indices += count, part.values += count, part.count -= count;
+  };
+  for (std::size_t p = 0; p < num_parts; ++p) {
+    const auto* const from = std::lower_bound(parts[p].indices, parts[p].indices + parts[p].count, static_cast<std::int64_t>(begin));
+    skip(parts[p], static_cast<std::size_t>(from - parts[p].indices));
+  }
+  for (std::size_t at = begin; at < end; at += kStep) {
+    const std::size_t count = std::min(kStep, end - at);
+    std::memset(chunk, 0, 4 * count);
+    for (std::size_t p = 0; p < num_parts; ++p) {
+      std::size_t i = 0;
+      for (; i < parts[p].count; ++i) {
+        const std::size_t place = static_cast<std::size_t>(parts[p].indices[i]) - at;
+        if (place >= count) break;
+        chunk[place] += parts[p].values[i];
+      }
+      skip(parts[p], i);
+    }
+    if (is_streamed) {
+      active_isa().copy_streamed(reinterpret_cast<char*>(flat + at), reinterpret_cast<const char*>(chunk), 4 * count);
+    } else {
+      std::memcpy(flat + at, chunk, 4 * count);
+    }
+  }
+  if (is_streamed) store_fence();
+}
+
 void scatter_add(float* flat, const std::int32_t* indices, const float* values, std::size_t count, float factor) {
   for (std::size_t i = 0; i < count; ++i) flat[indices[i]] += values[i] * factor;
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import pycomm
+from pycomm.collectives import compression_hosts
 
 SIZES = (0, 1, 1009, 65_537, 262_147)
 
@@ -26,6 +27,21 @@ def checksums() -> list[int]:
         world_size = pycomm.world_size()
         assert torch.equal(exact, torch.full((numel,), world_size * (world_size + 1) / 2)), "wrong sum"
         found.append(zlib.crc32(values.numpy().tobytes()))
+    return found
+
+
+def compressed() -> list[int]:
+    """As ``checksums``, with compression, in segments so short that the memory of each is used again and again."""
+    compression_hosts._PAYLOAD_BYTES = 1, 4096
+    found = []
+    for spec, slack in (("bf16", 0.05), ("int8", 0.05), ("int4", 0.6), ("topk:1.0", 1e-5), ("sign+ef", 4.0)):
+        for numel in (1, 1009, 262_147):
+            inputs = [torch.rand(numel, generator=torch.Generator().manual_seed(r)) for r in range(pycomm.world_size())]
+            values = inputs[pycomm.rank()]
+            exact = sum(inputs)
+            pycomm.all_reduce(values, compression=spec, name=f"w{numel}")
+            assert (values - exact).abs().max() <= slack, f"{spec} of {numel}: wrong sum"
+            found.append(zlib.crc32(values.numpy().tobytes()))
     return found
 
 
@@ -85,7 +101,7 @@ def main() -> None:
         "local_rank": pycomm.local_rank(),
         "transport": group.transport.name,
         "hosts": group.transport.topology.hosts,
-        "checksums": checksums(),
+        "checksums": checksums() + compressed(),
         "sources": messages(),
         "groups": groups(list(group.ranks), len(group.transport.topology.hosts[0])),
     }
