@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +44,7 @@ from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 if TYPE_CHECKING:
     from .torch import TorchTransport
 
-__all__ = ["EXCHANGE_TAG", "FramedMessages", "PlainMessages", "Posted", "wait_for"]
+__all__ = ["EXCHANGE_TAG", "FramedMessages", "PlainMessages", "Posted", "timeout_of", "wait_for"]
 
 _HEADER_BYTES = 16
 _FRAME_BYTES = 256
@@ -102,6 +104,7 @@ class _Helpers:
 
 _MOST_IDLE = 8
 _END_S = 5.0
+_LONGEST_S = 30 * 24 * 3600.0
 _helpers = _Helpers()
 atexit.register(_helpers.end)
 
@@ -384,9 +387,13 @@ class _SelfReceive(Request):
 
 def wait_for(work: Any, _alive: object, left_s: float) -> None:
     """Waits for torch's handle. ``_alive`` is memory that has to last until then."""
-    from .torch import timeout_of
-
     work.wait(timeout_of(left_s))
+
+
+@lru_cache(maxsize=16)
+def timeout_of(seconds: float) -> timedelta:
+    """Returns ``seconds`` as torch takes it: whole milliseconds, at least one, and not without end."""
+    return timedelta(milliseconds=max(1, math.ceil(min(seconds, _LONGEST_S) * 1000)))
 
 
 def _data_tag(tag: int, index: int, nbytes: int) -> int:

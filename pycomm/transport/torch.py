@@ -13,13 +13,10 @@ all_reduce reduces each element on one rank, so that all ranks get the same bits
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Sequence
 from ctypes import memmove
-from datetime import timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -32,8 +29,8 @@ from . import _wording as wording
 from ._deaf_sockets import deafen, listening_sockets
 from ._patience import Patience
 from ._torch_exchange import FrameSwap, PostedExchange
-from ._torch_messages import FramedMessages, PlainMessages
-from ._watch import Watch, slices_s
+from ._torch_messages import FramedMessages, PlainMessages, timeout_of
+from ._watch import Watch, first_slice_s, slices_s
 from ._watched import WatchedTransport
 from .base import FRAME_HEADER_BYTES
 
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
     from . import ConnectSpec
     from .base import Exchange, ExchangeAmong, MeanwhileOnHost
 
-__all__ = ["TorchTransport", "as_bytes", "connect", "timeout_of", "wrap"]
+__all__ = ["TorchTransport", "as_bytes", "connect", "wrap"]
 
 dist: Any = torch.distributed  # its stubs lack some of the names below
 c10d: Any = torch._C._distributed_c10d  # all of the option classes; torch.distributed has most of them
@@ -88,7 +85,6 @@ _TIMEOUT_SIGNS = ("Timed out", "timed out", "imeout waiting")
 _LOST_SIGNS = ("losed by peer", "onnection reset", "roken pipe", "not connected", "pair closure")
 
 _MOST_FRAMED_BYTES = 256 << 10  # that a rank sends to all others together
-_LONGEST_S = 30 * 24 * 3600.0
 _AMONG = 1  # the kind of exchanges among some ranks
 
 
@@ -296,27 +292,35 @@ class TorchTransport(WatchedTransport):
                 return
         except (RuntimeError, ValueError) as error:
             raise self.error_of(error, doing or verb, limit_s) from error
-        self._await(work, doing or verb, limit_s)
+        self.await_work(work, doing or verb, limit_s)
 
-    def _await(self, work: Any, doing: str, limit_s: float) -> None:
+    def await_work(self, work: Any, doing: str, limit_s: float) -> None:
         """Waits for gloo in slices: between them Python handles signals, and this rank looks who lives."""
-        deadline = time.monotonic() + limit_s
-        left_s, slices = limit_s, slices_s()
-        is_long = has_ended = False
-        while left_s > 0 or has_ended:
+        slice_s = min(limit_s, first_slice_s())
+        try:
+            work.wait(timeout_of(slice_s))
+        except RuntimeError:  # the end of the slice, or what the next wait raises again
+            self._await_long(work, doing, limit_s, limit_s - slice_s)
+
+    def _await_long(self, work: Any, doing: str, limit_s: float, left_s: float) -> None:
+        deadline, slices = time.monotonic() + left_s, slices_s()
+        is_first = True
+        while True:
+            has_ended = work.is_completed()
+            if not has_ended:
+                if is_first:
+                    is_first = False
+                    self.watch.start_wait()
+                self.check(doing)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
             try:
                 work.wait(timeout_of(min(left_s, next(slices))))  # soon: gloo's threads may wait for this one's core
                 return
             except RuntimeError as error:
                 if has_ended:
                     raise self.error_of(error, doing, limit_s) from error
-            has_ended = work.is_completed()  # then the next wait raises what went wrong, if anything did
-            if not has_ended:
-                if not is_long:
-                    is_long = True
-                    self.watch.start_wait()
-                self.check(doing)
-            left_s = deadline - time.monotonic()
         self.watch.announce("timeout", self.rank)
         raise wording.timed_out(self.place(doing), limit_s)
 
@@ -324,12 +328,6 @@ class TorchTransport(WatchedTransport):
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a flat tensor, the same memory, as uint8 ``(nbytes,)``."""
     return flat.view(torch.uint8)
-
-
-@lru_cache(maxsize=16)
-def timeout_of(seconds: float) -> timedelta:
-    """Returns ``seconds`` as torch takes it: whole milliseconds, at least one, and not without end."""
-    return timedelta(milliseconds=max(1, math.ceil(min(seconds, _LONGEST_S) * 1000)))
 
 
 def _as_real(flat: torch.Tensor) -> torch.Tensor:
