@@ -1,7 +1,8 @@
 """Builds the native parts of pycomm. Everything declarative is in pyproject.toml.
 
-- ``pycomm._native``: pybind11 over framework-free C++ (csrc/shm, csrc/kernels/cpu) and, where nvcc is found, CUDA
-  (csrc/kernels/cuda). Needs no torch, so it builds under isolation, and one binary serves every torch version.
+- ``pycomm._native``: pybind11 over framework-free C++ (csrc/shm, csrc/overlap, csrc/kernels/cpu) and, where nvcc is
+  found, CUDA (csrc/kernels/cuda). Needs no torch, so it builds under isolation, and one binary serves every torch
+  version.
 - ``pycomm._torch_ops``: the operators that torch sees, on torch's stable ABI. Built here if torch is installed;
   otherwise pycomm.ops builds it on first use, from the copy of csrc/ that the wheel carries as pycomm/_csrc.
 
@@ -129,7 +130,8 @@ def native_sources(root: Path) -> list[Path]:
     bindings = [path for path in sorted(root.glob("csrc/bindings/*.cpp")) if not path.name.startswith("torch_")]
     if not bindings:
         raise BuildError("csrc/bindings holds no .cpp file.", "build from a checkout of the repository or an sdist.")
-    return bindings + sorted(root.glob("csrc/shm/*.cpp")) + sorted(root.glob("csrc/kernels/cpu/*.cpp"))
+    folders = ("shm", "overlap", "kernels/cpu")
+    return bindings + [path for folder in folders for path in sorted(root.glob(f"csrc/{folder}/*.cpp"))]
 
 
 def load_torch_build() -> ModuleType | None:

@@ -6,8 +6,13 @@ chosen rate (pycomm/launch/two_hosts.py). The computation is tuned to take as lo
 
     python benchmarks/overlap.py
 
-Bars: an overlapped step takes at most 1.25 times the longer half; an urgent 4 KiB all_reduce that is submitted behind
-one of 64 MiB returns within 15 % of that one's time.
+On one host, over shared memory, what an item of a stream takes beside a main thread that waits, that runs Python and
+so keeps its lock, or that multiplies matrices (no bar: the two ranks have the two cores for both):
+
+    pycomm run -n 2 benchmarks/overlap.py --items
+
+Bars of the first: an overlapped step takes at most 1.25 times the longer half; an urgent 4 KiB all_reduce that is
+submitted behind one of 64 MiB returns within 15 % of that one's time.
 """
 
 from __future__ import annotations
@@ -141,6 +146,47 @@ def measure_urgent(options: argparse.Namespace, table: Table) -> bool:
     return median(ratios) <= URGENT_BAR
 
 
+ITEM_BYTES = (4096, 1 << 20, 25 << 20)
+
+
+class Beside:
+    """What the main thread does until ``work`` is complete."""
+
+    def __init__(self) -> None:
+        self._a = torch.randn(MATRIX, MATRIX)
+
+    def wait(self, work: pycomm.Work) -> None:
+        """It waits."""
+        work.wait()
+
+    def python(self, work: pycomm.Work) -> None:
+        """Short steps of Python."""
+        while not work.is_completed():
+            sum(number * number for number in range(100))
+
+    def matmul(self, work: pycomm.Work) -> None:
+        """Calls that let Python's lock go, and keep the core."""
+        while not work.is_completed():
+            self._a @ self._a
+
+
+def measure_items(options: argparse.Namespace, table: Table) -> bool:
+    """Adds the rows of items of some sizes beside each kind of computation."""
+    beside = Beside()
+    with pycomm.CommStream("items") as stream:
+        for nbytes in ITEM_BYTES:
+            tensor = torch.ones(nbytes // 4)
+            stream.all_reduce(tensor).wait()
+            alone_s = 0.0
+            for act in (beside.wait, beside.python, beside.matmul):
+                rounds = options.rounds * (10 if nbytes < ITEM_BYTES[-1] else 2)
+                taken_s = median(timed_s(lambda: act(stream.all_reduce(tensor))) for _ in range(rounds))  # noqa: B023
+                alone_s = alone_s or taken_s
+                name = f"{format_bytes(nbytes)} beside {act.__name__}"
+                table.add_row(name, f"{taken_s * 1e3:.2f}", f"{taken_s / alone_s:.1f}", "")
+    return True
+
+
 def _verdict(value: float, bar: float) -> str:
     return f"{'met' if value <= bar else 'MISSED'} (bar {bar})"
 
@@ -149,10 +195,12 @@ def run_rank(options: argparse.Namespace) -> int:
     """The body of one rank; returns 1 if a bar was missed."""
     torch.set_num_threads(1)
     group = pycomm.init(timeout=60)
-    table = Table(title=f"2 ranks, {options.rate}/s, transport {group.transport.name}; ms", title_justify="left")
+    where = "one host" if options.items else f"{options.rate}/s"
+    table = Table(title=f"2 ranks, {where}, transport {group.transport.name}; ms", title_justify="left")
     for name in ("what", "ms", "ratio", ""):
         table.add_column(name, justify="left" if name in ("what", "") else "right")
-    are_met = [measure_step(options, table), measure_urgent(options, table)]
+    measures = (measure_items,) if options.items else (measure_step, measure_urgent)
+    are_met = [measure(options, table) for measure in measures]
     if group.rank == 0:
         Console(width=100).print(table)
     pycomm.finalize()
@@ -166,9 +214,10 @@ def main() -> int:
     parser.add_argument("--bytes", type=parse_bytes, default="16MiB", help="of a step's gradients (%(default)s)")
     parser.add_argument("--buckets", type=int, default=16, help="that they come in (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="figures are medians over rounds (default: %(default)s)")
+    parser.add_argument("--items", action="store_true", help="as a rank on one host: items beside a computation")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank:
+    if options.rank or options.items:
         return run_rank(options)
     command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--rank"]
     with TwoHosts(options.rate) as hosts:

@@ -35,4 +35,16 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
+// While this is in scope, a thread that runs without Python's lock has it.
+class WithGil {
+ public:
+  WithGil() : state_(or_wait_for_the_end([] { return PyGILState_Ensure(); })) {}
+  ~WithGil() { PyGILState_Release(state_); }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
 }  // namespace pycomm

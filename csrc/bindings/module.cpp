@@ -8,6 +8,7 @@ void bind_board(py::module_& m);
 void bind_codecs(py::module_& m);
 void bind_frames(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_overlap(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_verb(py::module_& m);
@@ -27,5 +28,6 @@ PYBIND11_MODULE(_native, m) {
   pycomm::bind_board(m);
   pycomm::bind_frames(m);
   pycomm::bind_shm(m);
+  pycomm::bind_overlap(m);
   pycomm::bind_verb(m);
 }

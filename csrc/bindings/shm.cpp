@@ -2,13 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "../kernels/reduce.h"
 #include "../shm/board.h"
 #include "../shm/errors.h"
 #include "../shm/group.h"
 #include "../shm/mailbox.h"
 #include "../shm/process.h"
 #include "gil.h"
+#include "shm_call.h"
 #include "shm_errors.h"
 #include "shm_fast.h"
 
@@ -23,24 +23,6 @@ using shm::Heaps;
 using shm::Mailbox;
 using shm::Message;
 using shm::Verb;
-
-void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-std::int64_t nanoseconds(double seconds) { return seconds > 9e9 ? INT64_MAX / 2 : static_cast<std::int64_t>(seconds * 1e9); }
-
-Call make_call(Verb verb, std::size_t numel, int dtype, int op, double factor, int root, double timeout_s) {
-  if (dtype < 0 || dtype >= kDTypes || op < 0 || op >= kReduceOps) throw py::value_error("unknown dtype or reduction code");
-  const bool reduces = verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter;
-  if (reduces && !reduce_supported(static_cast<DType>(dtype), static_cast<ReduceOp>(op)))
-    throw py::value_error("this reduction is not defined on this element type");
-  Call call{verb};
-  call.dtype = static_cast<DType>(dtype);
-  call.op = static_cast<ReduceOp>(op);
-  call.numel = numel;
-  call.factor = factor;
-  call.root = root;
-  call.timeout_ns = nanoseconds(timeout_s);
-  return call;
-}
 
 // A block of the shared heap, given back when Python drops it.
 struct Block {

@@ -12,6 +12,7 @@ namespace pycomm {
 namespace {
 
 thread_local LazyGilRelease* current_release = nullptr;
+thread_local bool has_no_signals = false;
 
 namespace py = pybind11;
 
@@ -66,11 +67,14 @@ void LazyGilRelease::about_to_block() {
   if (current_release != nullptr && current_release->state_ == nullptr) current_release->state_ = PyEval_SaveThread();
 }
 
+WithoutSignals::WithoutSignals() { has_no_signals = true; }
+
+WithoutSignals::~WithoutSignals() { has_no_signals = false; }
+
 void check_interrupt() {
-  const PyGILState_STATE state = or_wait_for_the_end([] { return PyGILState_Ensure(); });
-  const bool has_raised = PyErr_CheckSignals() != 0;
-  PyGILState_Release(state);
-  if (has_raised) throw PythonError();
+  if (has_no_signals) return;
+  const WithGil gil;
+  if (PyErr_CheckSignals() != 0) throw PythonError();
 }
 
 }  // namespace pycomm

@@ -13,8 +13,18 @@ struct PythonError : std::exception {};
 // Sets the Python error for the C++ exception being handled. Needs the GIL.
 void set_python_error();
 
-// Runs pending signal handlers (Ctrl-C); throws PythonError if one of them raised. Called without the GIL.
+// Runs pending signal handlers (Ctrl-C); throws PythonError if one of them raised. Called without the GIL, which it takes
+// to ask, unless WithoutSignals is in scope.
 void check_interrupt();
+
+// Is in scope in a thread that is not Python's main one: signal handlers never run there, so there is nothing to ask for.
+class WithoutSignals {
+ public:
+  WithoutSignals();
+  ~WithoutSignals();
+  WithoutSignals(const WithoutSignals&) = delete;
+  WithoutSignals& operator=(const WithoutSignals&) = delete;
+};
 
 // Lets other Python threads run from the first long wait on, or from the start if `now`, until this goes out of scope.
 // A call that is over in a microsecond never touches the lock, which would cost it a tenth of its time.

@@ -24,6 +24,11 @@ class Observed:
         self._start_hooks: tuple[StartHook, ...] = ()
         self._data_hooks: tuple[DataHook, ...] = ()
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether a hook of any kind is attached."""
+        return bool(self._hooks or self._start_hooks or self._data_hooks)
+
     def _refresh_fast(self) -> None:
         """Chooses the short cuts that may be taken now; the group does."""
         raise NotImplementedError

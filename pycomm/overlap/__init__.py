@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .report import OverlapReport
-from .scheduler import Scheduler
 from .stream import CommStream
 
-__all__ = ["CommStream", "OverlapReport", "Scheduler"]
+__all__ = ["CommStream", "OverlapReport"]

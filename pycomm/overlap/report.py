@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = ["OverlapReport", "Stopwatch"]
@@ -35,29 +37,27 @@ class OverlapReport(NamedTuple):
 
 
 class Stopwatch:
-    """Adds up what a stream and those who wait for it spend."""
+    """Adds up what those who wait for a stream spend; the stream's progress counts what it moves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._start_s = time.perf_counter()
-        self._comm_s = self._exposed_s = 0.0
-        self._nbytes = 0
+        self._exposed_s = 0.0
 
-    def moved(self, elapsed_s: float, nbytes: int) -> None:
-        """The stream was busy for so long."""
-        with self._lock:
-            self._comm_s += elapsed_s
-            self._nbytes += nbytes
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Somebody is blocked by the stream meanwhile."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._exposed_s += time.perf_counter() - start_s
 
-    def waited(self, elapsed_s: float) -> None:
-        """Somebody was blocked for so long by the stream."""
-        with self._lock:
-            self._exposed_s += elapsed_s
-
-    def lap(self) -> OverlapReport:
-        """Returns what was added up since the last lap, and starts anew."""
+    def lap(self, comm_s: float, nbytes: int) -> OverlapReport:
+        """Returns what was added up since the last lap, and what was moved, and starts anew."""
         with self._lock:
             now_s = time.perf_counter()
-            report = OverlapReport(now_s - self._start_s, self._comm_s, self._exposed_s, self._nbytes)
-            self._start_s, self._comm_s, self._exposed_s, self._nbytes = now_s, 0.0, 0.0, 0
+            report = OverlapReport(now_s - self._start_s, comm_s, self._exposed_s, nbytes)
+            self._start_s, self._exposed_s = now_s, 0.0
             return report

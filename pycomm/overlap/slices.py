@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-__all__ = ["quick_switches", "short_slices", "shorten_slice"]
+__all__ = ["begin_quick_switches", "end_quick_switches", "short_slices", "shorten_slice"]
 
 _SLICE_NS = 100_000  # the least that Linux takes
 _SET, _GET = {"x86_64": (314, 315), "aarch64": (274, 275)}.get(platform.machine(), (0, 0))
@@ -66,22 +66,23 @@ class _Switches:
     usual_s = 0.0
 
 
-@contextlib.contextmanager
-def quick_switches() -> Iterator[None]:
-    """Lets a thread that waits for Python's lock have it after 0.2 ms, not 5, while any context of this is open.
+def begin_quick_switches() -> None:
+    """Lets a thread that waits for Python's lock have it after 0.2 ms, not 5, until ``end_quick_switches``.
 
     A computation of short calls gives the lock up in each of them, and has it again before a thread on a busy core has
-    woken up; so that thread waits for the whole interval, several times a collective. It is the process's setting.
+    woken up; so that thread waits for the whole interval. It is the process's setting: the last of those who began
+    ends it.
     """
     with _Switches.lock:
         if _Switches.users == 0:
             _Switches.usual_s = sys.getswitchinterval()
             sys.setswitchinterval(min(_SWITCH_S, _Switches.usual_s))
         _Switches.users += 1
-    try:
-        yield
-    finally:
-        with _Switches.lock:
-            _Switches.users -= 1
-            if _Switches.users == 0:
-                sys.setswitchinterval(_Switches.usual_s)
+
+
+def end_quick_switches() -> None:
+    """Ends what one ``begin_quick_switches`` began."""
+    with _Switches.lock:
+        _Switches.users -= 1
+        if _Switches.users == 0:
+            sys.setswitchinterval(_Switches.usual_s)

@@ -1,19 +1,23 @@
 """CommStream: collectives that go on while Python computes.
 
-On the CPU one thread a stream decides what goes next (``scheduler.py`` says in which order, and why all ranks keep to
-it) and the worker threads of its *lanes*, groups of the same ranks, move it: in native code, asleep while they wait,
-and without Python's lock, so they take little from the computation. Between hosts there are two lanes, so that one's
-bytes are on the wire while the other's ranks agree and wake up. Large transfers are cut into segments, so that an
-urgent small one overtakes. CUDA tensors take ``cuda.py``.
+On the CPU one thread a stream runs a native loop (``csrc/overlap``: ``scheduler.h`` says in which order items go, and
+why all ranks keep to it). Over shared memory the loop agrees and moves by itself: it is woken by a submission, sleeps
+while it waits, and never takes Python's lock; a second thread completes what has ended. What is not native - compressed
+calls, functions of ``submit``, other transports - the loop asks of Python, in its turn. Between hosts there are two
+*lanes*, groups of the same ranks, so that one's bytes are on the wire while the other's ranks agree and wake up. Large
+transfers are cut into segments, so that an urgent small one overtakes. CUDA tensors take ``cuda.py``.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any
 
@@ -23,25 +27,26 @@ from ..algorithms.executor import Collective
 from ..collectives.context import parse_op, parse_options, resolve
 from ..collectives.group import Call, Group
 from ..collectives.tensors import as_tensor, flatten
-from ..collectives.verbs import all_reduce, check_op
+from ..collectives.verbs import all_gather_single, all_reduce, check_op
 from ..collectives.work import Work
 from ..errors import ConfigError, TransportError
+from ..ops import native
+from ..transport import _wording as wording
 from ..types import ReduceOp
-from .agreement import Agreement
 from .cuda import CudaLane
 from .lane import Lane
 from .report import OverlapReport, Stopwatch
-from .scheduler import Item, Scheduler
-from .slices import quick_switches, short_slices, shorten_slice
+from .slices import begin_quick_switches, end_quick_switches, short_slices, shorten_slice
 
 __all__ = ["CommStream", "StreamWork"]
 
 SEGMENT_BYTES = 2 << 20
 _CLOSE_TIMEOUT_S = 10.0
-_FIRST_BYTES_PER_S = 1e9  # before anything was measured
-_WEIGHT = 0.25  # of the last segment in the bandwidth
+_BREAK_OFF_TIMEOUT_S = 5.0  # a waiting call sees within milliseconds that it is to end
 _Segment = Callable[[Group, bool], Any]  # of a lane, and whether the ranks have compared what it calls
 _ON_ONE_HOST = ("shm", "local")  # where moving is the cores' own work: a second lane would only take from the first
+
+_log = logging.getLogger("pycomm")
 
 
 class StreamWork(Work):
@@ -55,11 +60,8 @@ class StreamWork(Work):
         """Waits as ``Work.result`` does."""
         if self.future.done():
             return super().result(timeout)
-        start_s = time.perf_counter()
-        try:
+        with self._watch.waiting():
             return super().result(timeout)
-        finally:
-            self._watch.waited(time.perf_counter() - start_s)
 
 
 class CommStream:
@@ -81,18 +83,20 @@ class CommStream:
             groups = [_same_ranks(self.group, f"{self.group.name}.{lane}") for lane in range(lanes)]
         self._lanes = [Lane(group, has_thread=lanes > 1) for group in groups]
         self._turn = 0
-        self._pending = 0  # items that are not complete
-        self._last_end_s = 0.0
         self._segment_bytes = segment_bytes
-        self._scheduler = Scheduler()
-        self._agreement = Agreement(self.group)
+        self._progress: Any = None  # native; made for the first item
+        self._swap: Callable[[torch.Tensor, str], torch.Tensor] = self._gather
+        if self.group.transport.native_group is None and self.group.transport.can_agree("cpu"):
+            self._swap = self.group.exchanger(native().STREAM_FRAME_BYTES)
+        self._under: dict[int, _Under] = {}  # the items that are not complete, by their numbers
         self._watch = Stopwatch()
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._is_closed = False
-        self._bytes_per_s = _FIRST_BYTES_PER_S
         self._cuda: CudaLane | None = None
         self.group.add_closer(self._stop)
+        for lane_group in groups:
+            lane_group.add_closer(lambda: self._is_over_in(0.0))
 
     # -- submitting --------------------------------------------------------------------------------------------------
 
@@ -108,7 +112,7 @@ class CommStream:
         if not tensor.is_contiguous() or options.get("compression") is not None:
             segments: Sequence[_Segment] = [lambda lane, _: all_reduce(tensor, op, lane, **options)]
             has_state = options.get("compression") is not None
-            return self._submit(segments, priority, tensor.nbytes, tensor, "all_reduce", tensor, has_state=has_state)
+            return self._submit(_Under("all_reduce", segments, tensor, tensor, has_state), priority, tensor.nbytes)
         with self.group.scope("all_reduce"):
             reduce_op, factor = parse_op(op)
             parsed = parse_options(**options)
@@ -117,16 +121,30 @@ class CommStream:
             )
             check_op(tensor.dtype, reduce_op)
 
+        def whole(part: torch.Tensor) -> Collective:
+            return Collective(verb="all_reduce", input=part, output=part, op=reduce_op, factor=factor)
+
         def run(part: torch.Tensor, lane: Group, is_agreed: bool) -> None:
-            collective = Collective(verb="all_reduce", input=part, output=part, op=reduce_op, factor=factor)
-            lane.run(Call("all_reduce", [collective], (flat.finish,), *parsed, is_agreed=is_agreed), False)
+            lane.run(Call("all_reduce", [whole(part)], (flat.finish,), *parsed, is_agreed=is_agreed), False)
 
         parts: Sequence[torch.Tensor] = [flat.tensor]
         if tensor.nbytes > self._segment_bytes and flat.finish is None:
             parts = flat.tensor.split(max(1, self._segment_bytes // tensor.itemsize))  # type: ignore[no-untyped-call]
-        segments = [partial(run, part) for part in parts]
         what = ("all_reduce", reduce_op, tensor.dtype, tensor.numel(), parts[0].numel(), parsed)
-        return self._submit(segments, priority, parts[0].nbytes, tensor, "all_reduce", tensor, what)
+        under = _Under("all_reduce", [partial(run, part) for part in parts], flat.tensor, tensor)
+        if flat.finish is None and self._is_native(whole(parts[0]), whole(parts[-1]), algorithm=parsed.algorithm):
+            lane = self._lanes[0].group
+            timeout_s = lane.timeout_s if parsed.timeout_s is None else parsed.timeout_s
+            under.native = lane.transport.native_all_reduce(flat.tensor, reduce_op, factor, timeout_s)
+        return self._submit(under, priority, parts[0].nbytes, what, max(1, parts[0].numel()))
+
+    def _is_native(self, *segments: Collective, algorithm: str | None) -> bool:
+        """Whether the stream's thread moves these without Python: no plan's rounds, and nobody to be told of them."""
+        lane = self._lanes[0].group
+        if lane.transport.native_group is None or lane.is_observed:
+            return False
+        with lane.scope("all_reduce"):
+            return all(lane.engine.choose(each, algorithm).name == "native" for each in segments)
 
     def submit(self, fn: Callable[[Group], Any], *, priority: int = 0, hold: Any = None, nbytes: int = 0) -> Work:
         """Calls ``fn(group)`` on the stream, where ``group`` is one of the stream's own; the Work has what it returns.
@@ -139,33 +157,42 @@ class CommStream:
         ]
         if any(tensor.is_cuda for tensor in held):
             return self._submit_cuda(lambda: fn(self._lanes[0].group), held)
-        return self._submit([lambda lane, _: fn(lane)], priority, nbytes, hold, getattr(fn, "__name__", "submitted"))
+        under = _Under(getattr(fn, "__name__", "submitted"), [lambda lane, _: fn(lane)], hold)
+        return self._submit(under, priority, nbytes)
 
     def _submit(
-        self,
-        segments: Sequence[_Segment],
-        priority: int,
-        segment_bytes: int,
-        hold: Any,
-        what: str,
-        result: Any = None,
-        description: object = None,
-        has_state: bool = False,
+        self, under: _Under, priority: int, segment_bytes: int, what: object = None, segment_numel: int = 0
     ) -> Work:
-        """``has_state``: it leaves something behind in its lane's group (a residual), so its lane is the first one."""
+        """``what`` is what has to be the same on all ranks, beside the priority."""
+        digest = int.from_bytes(blake2b(f"{priority} {what}".encode(), digest_size=8).digest(), "little")
         with self._changed:
             if self._is_closed:
                 raise TransportError(f"stream {self.name!r} is closed on rank {self.group.rank}; make a new one")
-            number = self._scheduler.submitted + 1
-            work = StreamWork(f"{what} (item {number} of stream {self.name!r} on rank {self.group.rank})", self._watch)
-            self._scheduler.add(Item(segments, priority, segment_bytes, _Under(work, hold, result, has_state)))
-            self._agreement.add((priority, description))
-            self._pending += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"pycomm-stream-{self.name}", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            if self.group.transport.pid != os.getpid():
+                raise wording.forked(self.group.transport.place(under.what))
+            progress = self._progress = self._progress or native().StreamProgress(
+                self.group.world_size, self._segment_bytes
+            )
+            if not self._under:
+                begin_quick_switches()
+            if under.native is None:
+                number = progress.submit(priority, digest, len(under.segments), segment_bytes)
+            else:
+                number = progress.submit_all_reduce(priority, digest, segment_numel, *under.native)
+            where = f"(item {number} of stream {self.name!r} on rank {self.group.rank})"
+            under.work = work = StreamWork(f"{under.what} {where}", self._watch)
+            self._under[number] = under
+            if not self._threads:
+                self._start()
         return work
+
+    def _start(self) -> None:
+        """Starts the thread of the loop, and one to complete what that moves without Python."""
+        is_native = self.group.transport.native_group is not None
+        for target in (self._run, self._await_ended)[: 1 + is_native]:
+            thread = threading.Thread(target=target, name=f"pycomm-stream-{self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _submit_cuda(self, call: Callable[[], Any], hold: Sequence[torch.Tensor]) -> Work:
         self.group.check_open()
@@ -177,15 +204,13 @@ class CommStream:
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         """Blocks this thread until every item is complete or has failed; False if ``timeout_s`` ran out before."""
-        start_s = time.perf_counter()
-        with self._changed:
-            is_idle = self._changed.wait_for(lambda: self._pending == 0, timeout_s)
-        self._watch.waited(time.perf_counter() - start_s)
-        return is_idle
+        with self._watch.waiting(), self._changed:
+            return self._changed.wait_for(lambda: not self._under, timeout_s)
 
     def step(self) -> OverlapReport:
         """Ends a step: returns how much communication was hidden, and how much exposed, since the last one."""
-        return self._watch.lap()
+        comm_s, nbytes = (0.0, 0) if self._progress is None else self._progress.take_moved()
+        return self._watch.lap(comm_s, nbytes)
 
     def close(self) -> None:
         """Waits for the items under way, and gives the group back."""
@@ -201,110 +226,116 @@ class CommStream:
         """Called as the group closes; says whether the thread has ended, so that the transport may go."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is None or self._thread is threading.current_thread():
+        if not self._threads:
             return True
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        return not self._thread.is_alive()
+        self._progress.close()
+        if self._is_over_in(_CLOSE_TIMEOUT_S):
+            return True
+        _log.warning("stream %r: closed while an item is under way, which is broken off", self.name)
+        for group in (self.group, *(lane.group for lane in self._lanes)):
+            group.transport.abandon()
+        return self._is_over_in(_BREAK_OFF_TIMEOUT_S)
+
+    def _is_over_in(self, timeout_s: float) -> bool:
+        """Waits for the threads, but for this one, if that closes the stream."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Runs the native loop, which calls what follows. None of that raises but ``_exchange``."""
         shorten_slice()
-        while self._has_more(lambda: self._is_closed):
-            with quick_switches():
-                while self._has_more(lambda: self._pending == 0):
-                    self._move_some()
+        group = self.group.transport.native_group
+        give_up = self._collect if group is None else None
+        end_grant = self._end_grant if len(self._lanes) > 1 else None
+        self._progress.run(group, self._exchange, self._move, give_up, end_grant)
         for lane in self._lanes:
             lane.stop()
 
-    def _has_more(self, is_over: Callable[[], bool]) -> bool:
-        """Waits for something to move, or until ``is_over()``; says whether there is something."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._scheduler.has_work or is_over())
-            return self._scheduler.has_work
+    def _exchange(self, frame: bytes) -> Any:
+        """Swaps the frames of the ranks' agreement where the native core does not."""
+        return self._swap(torch.frombuffer(bytearray(frame), dtype=torch.uint8), "all_gather_single").numpy()
 
-    def _move_some(self) -> None:
-        """One agreement, and what it grants."""
-        with self._changed:
-            self._agreement.fill(self._scheduler.submitted, self._bytes_per_s)
-        try:
-            agreed = self._agreement.run()
-        except BaseException as error:  # the group is broken: nothing that was submitted can be moved
-            self._fail_all(error)
-            return
-        with self._changed:
-            chosen = self._scheduler.grant(agreed.submitted, agreed.bytes_per_s)
-        for item, segment in chosen:
-            lane = self._lanes[0 if item.context.has_state else self._turn % len(self._lanes)]
-            lane.start(partial(self._move, item, segment, lane.group, item.number <= agreed.compared))
-            self._turn += 1
+    def _gather(self, frame: torch.Tensor, _verb: str) -> torch.Tensor:
+        """The exchange of a transport that has none: NCCL's alone."""
+        device = self.group.control_device
+        frames = torch.empty((self.group.world_size, frame.numel()), dtype=torch.uint8, device=device)
+        all_gather_single(frames, frame.to(device), self.group)
+        return frames.cpu()
+
+    def _move(self, number: int, segment: int, is_agreed: bool) -> None:
+        """Begins to move a segment on the lane whose turn it is."""
+        with self._changed:  # whoever submits it has it until it is noted
+            under = self._under[number]
+        lane = self._lanes[0 if under.has_state else self._turn % len(self._lanes)]
+        lane.start(partial(self._move_on, lane.group, number, under, segment, is_agreed))
+        self._turn += 1
+
+    def _end_grant(self) -> None:
         self._lanes[self._turn % len(self._lanes)].wait()  # agreed on as late as can be: others may become urgent
 
-    def _move(self, item: Item, segment: _Segment, group: Group, is_agreed: bool) -> None:
+    def _move_on(self, group: Group, number: int, under: _Under, segment: int, is_agreed: bool) -> None:
         """Moves one segment, in the thread of a lane."""
-        start_s = time.perf_counter()
-        answer: Any = None
-        error: BaseException | None = None
+        start_ns = time.monotonic_ns()
         try:
-            if item.context.error is None:
-                answer = segment(group, is_agreed)
-            if isinstance(answer, Work):
-                answer, error = None, answer.future.exception()
+            if under.error is None:
+                under.answer = under.segments[segment](group, is_agreed)
+            if isinstance(under.answer, Work):
+                under.answer, under.error = None, under.answer.future.exception()
+            group.settle()  # calls that it began and did not wait for: the native core comes next
         except BaseException as raised:  # goes to whoever waits for the item
-            error = raised
-        self._ended(item, start_s, answer, error)
+            under.error = under.error or raised
+        self._progress.ended(number, start_ns)
+        self._collect()
 
-    def _ended(self, item: Item, start_s: float, answer: Any, error: BaseException | None) -> None:
-        """A segment is complete, or has failed; called in the thread that moved it."""
-        under: _Under = item.context
-        with self._changed:
-            now_s = time.perf_counter()
-            elapsed_s = now_s - max(start_s, self._last_end_s)  # what the lanes move at one time counts once
-            self._last_end_s = now_s
-            self._watch.moved(elapsed_s, item.segment_bytes)
-            if item.segment_bytes >= self._segment_bytes // 2 and elapsed_s > 0:
-                self._bytes_per_s += _WEIGHT * (item.segment_bytes / elapsed_s - self._bytes_per_s)
-            under.error = under.error or error
-            under.moved += 1
-            is_last = under.moved == (item.done if under.is_given_up else len(item.segments))
-        if is_last:
-            self._finish(item, answer)
+    def _await_ended(self) -> None:
+        """The second thread of a stream whose loop does without Python."""
+        shorten_slice()
+        while ended := self._progress.await_ended():
+            self._complete(ended)
 
-    def _finish(self, item: Item, answer: Any) -> None:
-        under: _Under = item.context
-        result, under.hold, under.result = under.result if answer is None else answer, None, None
-        if under.error is not None:
-            under.work.set_exception(under.error)
-        else:
-            under.work.set_result(result)
-        with self._changed:
-            self._pending -= 1
-            if self._pending == 0:
-                self._changed.notify_all()
+    def _collect(self) -> None:
+        self._complete(self._progress.collect())
 
-    def _fail_all(self, error: BaseException) -> None:
-        with self._changed:
-            items = self._scheduler.give_up()
-            for item in items:
-                item.context.error = item.context.error or error
-                item.context.is_given_up = True
-            idle = [item for item in items if item.context.moved == item.done]
-        for item in idle:  # the others are finished by their segments that are under way
-            self._finish(item, None)
+    def _complete(self, ended: Sequence[tuple[int, BaseException | None]]) -> None:
+        """Completes the items that have ended, in whichever thread has found that."""
+        for number, error in ended:
+            with self._changed:
+                under = self._under[number]
+            work, error = under.work, under.error or error
+            result = under.result if under.answer is None else under.answer
+            del under.segments, under.hold, under.result, under.answer  # not kept by whoever keeps the handle
+            if error is not None:
+                work.set_exception(error)
+            else:
+                work.set_result(result)
+            with self._changed:
+                del self._under[number]
+                if not self._under:
+                    end_quick_switches()
+                    self._changed.notify_all()
 
 
 class _Under:
     """What the stream keeps of an item until it is complete: its handle, and what must live as long."""
 
-    def __init__(self, work: StreamWork, hold: Any, result: Any, has_state: bool) -> None:
-        self.work = work
-        self.has_state = has_state
+    def __init__(
+        self, what: str, segments: Sequence[_Segment], hold: Any, result: Any = None, has_state: bool = False
+    ) -> None:
+        """``has_state``: it leaves something behind in its lane's group (a residual), so its lane is the first one."""
+        self.what = what
+        self.segments = segments
         self.hold = hold
         self.result = result  # unless the call returns something
+        self.has_state = has_state
+        self.native: tuple[Any, ...] | None = None  # what the native core needs to move it without Python
+        self.work: StreamWork
+        self.answer: Any = None
         self.error: BaseException | None = None
-        self.moved = 0  # segments
-        self.is_given_up = False  # no further ones will come
 
 
 def _same_ranks(parent: Group, name: str) -> Group:

@@ -213,6 +213,15 @@ class Transport(ABC):
         """Whether ``verb`` is carried whole for this element type and operator."""
         return verb in self.native
 
+    @property
+    def native_group(self) -> Any:
+        """The native core's own group, which threads of the core may call without Python; None if there is none."""
+        return None
+
+    def native_all_reduce(self, flat: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float) -> tuple[Any, ...]:
+        """Returns what the native core needs for an all_reduce of ``flat`` in place; only with a ``native_group``."""
+        raise NotImplementedError
+
     # -- point to point -------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -134,6 +134,14 @@ class ShmTransport(Transport):
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
         return verb in self.native and dtype in _DTYPES
 
+    @property
+    def native_group(self) -> Any:
+        """The native core's own group."""
+        return self._group
+
+    def native_all_reduce(self, flat: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float) -> tuple[Any, ...]:
+        return self._group, flat.data_ptr(), flat.numel(), _DTYPES[flat.dtype], int(op), factor, timeout_s
+
     def allocate(self, nbytes: int) -> Any:
         """Returns memory that every rank of the host can reach: an object with the buffer protocol, given back when
         dropped.

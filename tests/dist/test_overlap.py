@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import pycomm
-from harness import run_ranks, transport_params
+from harness import run_ranks, transport_params, wait_until
 
 PROCESSES = [param for param in transport_params() if param.values[0] not in ("local", "mpi")]
 NUMEL = 300_007
@@ -37,13 +41,46 @@ def run_streams(rank: int) -> None:
         report = stream.step()
         assert report.comm_s > 0 and report.nbytes >= 4 * 4 * NUMEL and 0 <= report.hidden_share <= 1
         assert stream.step().comm_s == 0
+        if pycomm.get_group().transport.name == "shm":  # between hosts two items are under way at a time
+            check_order(stream)
         check_errors(stream, rank)
         check_residuals(stream, rank)
+        check_forks(stream)
     with pytest.raises(pycomm.TransportError, match="closed"):
         stream.all_reduce(torch.ones(3))
     names = [thread.name for thread in threading.enumerate()]
     assert "pycomm-stream-gradients" not in names
     check_mismatch(rank)
+
+
+def check_order(stream: pycomm.CommStream) -> None:
+    """What is submitted runs in its turn, whoever moves what comes before it, and the urgent first."""
+    is_running, all_are_there = threading.Event(), threading.Event()
+    gate = stream.submit(lambda _group: is_running.set() or all_are_there.wait(500.0))
+    assert is_running.wait(500.0)  # what is granted with it is settled
+    ended: list[str] = []
+    tensor, large = torch.ones(3), torch.ones(1 << 20)
+    works = [stream.all_reduce(large).then(lambda _work: ended.append("large"))]
+    works += [stream.all_reduce(tensor), stream.submit(lambda _group: tensor.clone()), stream.all_reduce(tensor)]
+    works.append(stream.all_reduce(torch.ones(1024), priority=1).then(lambda _work: ended.append("urgent")))
+    all_are_there.set()
+    assert gate.result() is True
+    first, second = works[2].result()[0].item(), works[3].result()[0].item()
+    for work in works:
+        work.wait()
+    assert (first, second) == (pycomm.world_size(), pycomm.world_size() ** 2) and ended == ["urgent", "large"]
+
+
+def check_forks(stream: pycomm.CommStream) -> None:
+    """A forked child is no rank, and has no thread that would move anything: it is told so."""
+    child = os.fork()
+    if child == 0:
+        try:
+            stream.all_reduce(torch.ones(3))
+        except pycomm.TransportError as error:
+            os._exit(17 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
 
 def check_residuals(stream: pycomm.CommStream, rank: int) -> None:
@@ -88,6 +125,70 @@ def check_mismatch(rank: int) -> None:
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_streams(transport: str) -> None:
     run_ranks(3, run_streams, transport=transport)
+
+
+def compute_without_a_break(_rank: int) -> None:
+    """Over shared memory a stream moves on while another thread keeps Python's lock."""
+    world = pycomm.world_size()
+    with pycomm.CommStream("gradients") as stream:
+        for _ in range(3):
+            stream.all_reduce(torch.ones(3)).wait()  # its thread is there
+        works, tensors = [], [torch.ones(3_000_000) for _ in range(3)]
+        last = tensors[-1].numpy()
+        usual_s = sys.getswitchinterval()
+        try:
+            works = [stream.all_reduce(tensor) for tensor in tensors]
+            sys.setswitchinterval(1000.0)
+            deadline = time.monotonic() + 100.0
+            while last[-1] != world and time.monotonic() < deadline:
+                pass
+            assert last[-1] == world
+        finally:
+            sys.setswitchinterval(usual_s)
+        for work, tensor in zip(works, tensors):
+            assert work.result() is tensor and (tensor == world).all()
+
+
+def test_a_stream_needs_no_turn_of_python() -> None:
+    run_ranks(2, compute_without_a_break)
+
+
+def be_interrupted(rank: int, path: str) -> None:
+    """Who waits can be interrupted, or give up; the item goes on. Then a rank dies, and all that is submitted ends."""
+    stream = pycomm.CommStream("gradients")
+    tensor = torch.ones(1_000_000)
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        work = stream.all_reduce(tensor)
+        with pytest.raises(pycomm.CollectiveTimeoutError):
+            work.wait(0.05)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        Path(path).touch()
+    else:
+        wait_until(Path(path).exists)
+        work = stream.all_reduce(tensor)
+    work.wait()
+    assert (tensor == 3).all()
+    if rank == 1:
+        stream.all_reduce(torch.ones(30_000_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [stream.all_reduce(torch.ones(30_000_000)) for _ in range(3)]
+    works += [stream.submit(lambda group: pycomm.barrier(group)), stream.all_reduce(torch.ones(3), priority=1)]
+    for work in works[1:]:  # the first may have gone well
+        with pytest.raises(pycomm.PeerLostError) as lost:
+            work.wait()
+        assert lost.value.rank == 1 and "rank 1" in str(lost.value)
+    assert stream.synchronize(60.0)
+    with pytest.raises(pycomm.PeerLostError):
+        stream.all_reduce(torch.ones(3)).wait()
+    stream.close()
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_a_wait_is_interrupted_and_a_death_ends_every_item(tmp_path, transport: str) -> None:
+    run_ranks(3, be_interrupted, str(tmp_path / "interrupted"), transport=transport, casualties=[1])
 
 
 def observe(rank: int) -> None:

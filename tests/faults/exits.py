@@ -69,13 +69,19 @@ def run_off(how: str, rank: int) -> None:
         pycomm.isend(torch.ones(NUMEL), 1 - rank)
         pycomm.irecv(torch.ones(NUMEL), 1 - rank)
         pycomm.irecv(torch.ones(3), 1 - rank, tag=9)  # which nobody sends
+    elif how == "stream":  # of the last item the other rank knows nothing
+        stream = pycomm.CommStream("gradients")
+        works.extend(stream.all_reduce(torch.ones(10 * NUMEL)) for _ in range(10 + (rank == 0)))
     elif how == "alone":  # the other rank does not make the call; it closes the group
         if rank == 0:
             works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
-    elif how == "stuck":  # nor does it close the group, before this rank has broken its call off
+    elif how.startswith("stuck"):  # nor does it close the group, before this rank has broken its call off
         said = Path(sys.argv[2], "broken off")
+        stream = pycomm.CommStream("gradients")
         if rank == 0:
-            works.append(pycomm.all_reduce(torch.ones(NUMEL), async_op=True))
+            tensor = torch.ones(NUMEL)
+            is_call = how == "stuck"
+            works.append(pycomm.all_reduce(tensor, async_op=True) if is_call else stream.all_reduce(tensor))
             watcher = logging.Handler(logging.WARNING)
             watcher.emit = lambda record: said.touch() if "broken off" in record.msg else None  # type: ignore[method-assign]
             logging.getLogger("pycomm").addHandler(watcher)

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-import pycomm
-from harness import run_ranks
-from pycomm.overlap.agreement import Agreed, Agreement
+from pycomm.ops import native
 
 
-def compare(rank: int) -> list[Agreed]:
-    agreement = Agreement(pycomm.get_group())
-    found = []
-
-    def say(*items: object) -> None:
-        for item in items:
-            agreement.add(item)
-        said.extend(items)
-        agreement.fill(len(said), 1e6 + rank)
-        found.append(agreement.run())
-
-    said: list[object] = []
-    say(*("same", torch.float32, "only here")[: 3 if rank else 2])  # rank 1 is an item ahead
-    say(*() if rank else ("only here",))
-    say("zero" if rank else "one")
-    say("same")
-    return found
+def agree(ranks: list[Any]) -> tuple[int, int, float]:
+    """One exchange; every rank finds the same."""
+    frames = [each.frame(1e6 + rank) for rank, each in enumerate(ranks)]
+    found = {each.compare(frames) for each in ranks}
+    assert len(found) == 1
+    return found.pop()
 
 
 def test_the_ranks_agree_on_how_far_all_are_and_on_what_is_the_same() -> None:
-    expected = [Agreed(2, 2, 1e6), Agreed(3, 3, 1e6), Agreed(4, 3, 1e6), Agreed(5, 3, 1e6)]
-    assert run_ranks(2, compare, transport="local") == [expected, expected]
+    ranks = [native().StreamAgreement() for _ in range(2)]
+    assert agree(ranks) == (0, 0, 1e6)
+    for rank, items in enumerate(([11, 12], [11, 12, 13])):  # rank 1 is an item ahead
+        for item in items:
+            ranks[rank].add(item)
+    assert agree(ranks) == (2, 2, 1e6)
+    ranks[0].add(13)
+    assert agree(ranks) == (3, 3, 1e6)
+    for rank, each in enumerate(ranks):
+        each.add(20 + rank)
+    assert agree(ranks) == (4, 3, 1e6)
+    for each in ranks:
+        each.add(14)
+    assert agree(ranks) == (5, 3, 1e6), "what follows a difference is no more the same"
 
 
-def run_ahead(rank: int) -> Agreed:
-    agreement = Agreement(pycomm.get_group())
-    submitted = 200 if rank else 3
-    for item in range(submitted):
-        agreement.add(item)
-    agreement.fill(submitted, 5.0)
-    return agreement.run()
+def test_the_order_of_what_is_the_same_counts() -> None:
+    ranks = [native().StreamAgreement() for _ in range(2)]
+    for rank, items in enumerate(([1, 2], [2, 1])):
+        for item in items:
+            ranks[rank].add(item)
+    assert agree(ranks) == (2, 0, 1e6)
 
 
 def test_what_a_rank_far_ahead_has_forgotten_counts_as_not_compared() -> None:
-    assert run_ranks(2, run_ahead, transport="local") == [Agreed(3, 0, 5.0)] * 2
+    ranks = [native().StreamAgreement() for _ in range(2)]
+    for rank, submitted in enumerate((3, 67)):
+        for item in range(submitted):
+            ranks[rank].add(item)
+    assert agree(ranks) == (3, 0, 1e6)
+    ranks[0].add(3)  # 63 ahead is what is remembered
+    assert agree(ranks) == (4, 4, 1e6)
