@@ -157,6 +157,16 @@ def _middle(bucket: int) -> float:
     return float(2.0**octave + bucket % 8 * width + width / 2)
 
 
+def _figure(value: float, decimals: int) -> str:
+    """Returns ``value`` in six characters or less, up to 999,999: decimals go first."""
+    return f"{value:.{decimals if value < 100 else 0}f}"
+
+
+def _microseconds(value: float) -> str:
+    """Returns a time in us in six characters or less, from a second on in seconds: a table has 80 columns."""
+    return _figure(value, 1) if value < 999_999 else f"{_figure(value / 1e6, 1)} s"
+
+
 _Column: TypeAlias = tuple[str, Callable[[CollectiveStats], str]]
 
 _VERB: _Column = ("collective", lambda each: each["verb"].removesuffix("_single"))
@@ -168,11 +178,11 @@ _KINDS: tuple[_Column, ...] = (
 _FIGURES: tuple[_Column, ...] = (
     ("up to", lambda each: format_bytes(each["max_bytes"])),
     ("calls", lambda each: str(each["calls"])),
-    ("MB", lambda each: f"{each['bytes'] / 1e6:.{0 if each['bytes'] >= 1e8 else 1}f}"),
-    ("total\nms", lambda each: f"{each['total_us'] / 1000:.2f}"),
-    ("p50\nus", lambda each: f"{each['p50_us']:.1f}"),
-    ("p90\nus", lambda each: f"{each['p90_us']:.1f}"),
-    ("p99\nus", lambda each: f"{each['p99_us']:.1f}"),
+    ("MB", lambda each: _figure(each["bytes"] / 1e6, 1)),
+    ("total\nms", lambda each: _figure(each["total_us"] / 1000, 2)),
+    ("p50\nus", lambda each: _microseconds(each["p50_us"])),
+    ("p90\nus", lambda each: _microseconds(each["p90_us"])),
+    ("p99\nus", lambda each: _microseconds(each["p99_us"])),
     ("algbw\nGB/s", lambda each: f"{each['algbw_gbps']:.2f}"),
     ("busbw\nGB/s", lambda each: f"{each['busbw_gbps']:.2f}"),
 )

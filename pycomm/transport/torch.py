@@ -255,6 +255,7 @@ class TorchTransport(WatchedTransport):
     def close(self) -> None:
         if self.group is not None:
             self.watch.close(self.calls)
+        self._swap = None
         self.group = None  # a gloo group of our own ends with its last reference
 
     # -- running --------------------------------------------------------------------------------------------------

@@ -148,6 +148,19 @@ def test_the_table_shows_what_was_seen(board: Written) -> None:
     assert row[:5] == ["all_reduce", "1", "MiB", "1", "1.0"]
 
 
+def test_the_table_fits_a_terminal_however_long_a_call_took(board: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    board.call(nbytes=1 << 28)
+    (entry,) = board.snapshot()
+    slow = 34_000_000.0
+    entry.update(verb="reduce_scatter_single", total_us=slow, p50_us=999_998.0, p90_us=slow, p99_us=slow)
+    entry.update(calls=123_456, algbw_gbps=99.99, busbw_gbps=99.99)
+    monkeypatch.setattr(bandwidth, "snapshot", lambda _: [entry])
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(bandwidth.table("t"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text and "reduce_scatter" in text and "999998" in text and "34.0 s" in text and "34000" in text
+
+
 def test_json_lines_and_prometheus_have_the_same_figures(board: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     board.call(nbytes=64)
     monkeypatch.setattr(export, "own_board", lambda: board.view)
