@@ -167,6 +167,7 @@ def _microseconds(value: float) -> str:
     return _figure(value, 1) if value < 999_999 else f"{_figure(value / 1e6, 1)} s"
 
 
+_COLUMNS = 80  # of a terminal
 _Column: TypeAlias = tuple[str, Callable[[CollectiveStats], str]]
 
 _VERB: _Column = ("collective", lambda each: each["verb"].removesuffix("_single"))
@@ -200,7 +201,9 @@ def table(title: str = "collectives of this rank", board: Board | None = None) -
     common = [(name, cell) for name, cell in _KINDS if len({cell(each) for each in entries}) == 1]
     said = "".join(f", {name} {cell(entries[0])}" for name, cell in common)
     columns = [_VERB, *(kind for kind in _KINDS if kind not in common)]
-    made = Table(title=title + said, title_justify="left", box=None, pad_edge=False)
+    title += said
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
+    made.min_width = min(len(title), _COLUMNS)  # else rich wraps the title at the columns' width
     for name, _ in columns:
         made.add_column(name, no_wrap=True)
     for name, _ in _FIGURES:
