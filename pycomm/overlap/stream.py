@@ -239,10 +239,10 @@ class CommStream:
     def _is_over_in(self, timeout_s: float) -> bool:
         """Waits for the threads, but for this one, if that closes the stream."""
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in others)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
