@@ -113,9 +113,12 @@ class HostsJob(SpawnedJob):
 def measure_rate(rate: str, options: argparse.Namespace, console: Console) -> int:
     """Prints the table of one rate; returns how many elements of pycomm's results were wrong."""
     bits_per_s = bits_of(rate)
-    with TwoHosts(rate) as hosts, ExitStack() as stack:
+    with TwoHosts(rate, options.congestion) as hosts, ExitStack() as stack:
         jobs = [stack.enter_context(job) for job in start_jobs(hosts, options, console)]
-        table = Table(title=f"all_reduce of float32, 2 x 2 ranks, {rate}/s; ms a call (x bound)", title_justify="left")
+        table = Table(
+            title=f"all_reduce of float32, 2 x 2 ranks, {rate}/s, TCP {options.congestion}; ms a call (x bound)",
+            title_justify="left",
+        )
         compared = [index for index, job in enumerate(jobs) if job.name in COMPARED]
         ratios = [f"pycomm / {jobs[index].name}" for index in compared]
         for column in ("bytes", "bound", *(job.name for job in jobs), *ratios):
@@ -195,6 +198,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Reads the command line; ``command`` is what follows ``--``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="100mbit,1gbit", help="of the cable, or several (default: %(default)s)")
+    parser.add_argument("--congestion", default="cubic", help="control of TCP: cubic, bbr, reno (default: %(default)s)")
     parser.add_argument("--sizes", default="1MiB,16MiB,64MiB", help="of the buffer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="figures are medians over rounds (default: %(default)s)")
     parser.add_argument("--turn-s", type=float, default=0.7, help="time for a turn, two calls at least (%(default)s)")
@@ -218,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
     for rate in rates:
         bits_of(rate)
     if options.command:
-        with TwoHosts(rates[0]) as hosts:
+        with TwoHosts(rates[0], options.congestion) as hosts:
             return hosts.run_job(options.command, RANKS)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(machine_facts())

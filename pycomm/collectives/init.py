@@ -203,7 +203,7 @@ def _launch_info(rank: int | None, world_size: int | None) -> LaunchInfo:
 def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method: str | None) -> Group:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, though not in its __all__
 
-    from .rendezvous import open_store
+    from .rendezvous import leave_in_order, open_store
 
     global _inits
     _log.info("launcher %s: rank %d of %d", launch.launcher, launch.rank, launch.world_size)
@@ -211,7 +211,10 @@ def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method:
     # The same store may serve a second init after finalize; its keys must be new ones.
     store = PrefixStore(f"init{_inits}", base)
     _inits += 1
-    return _join(store, launch, config)
+    group = _join(store, launch, config)
+    if group.transport.name != "shm":  # which knows without a store who has left
+        leave_in_order(store, launch, lambda: group.transport.is_broken)
+    return group
 
 
 def join_ranks(store: Store, rank: int, world_size: int, config: Config, look: Look | None = None) -> Group:

@@ -4,10 +4,16 @@ The store is torch's. Under ``pycomm run`` on one host it is a file that the lau
 agent's own, elsewhere one that rank 0 serves.
 Stores are kept until the process ends, because a rank that is done may not take the store from under the others, and
 because a second ``init`` then meets where the first did.
+
+[Note: who serves the store leaves last]
+Messages may be under way for seconds after their sender has gone, and until they are there their receivers look in the
+store for who has left in good order. So a process that serves it ends after the others, or ``_STAY_S`` later.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -30,7 +36,7 @@ from ..transport._mpi_library import import_mpi
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["open_store"]
+__all__ = ["leave_in_order", "open_store"]
 
 _log = logging.getLogger("pycomm")
 dist: Any = torch.distributed  # its stubs lack half of the names below
@@ -38,7 +44,10 @@ dist: Any = torch.distributed  # its stubs lack half of the names below
 _LONGEST_S = 1e9
 _LOOPBACK = "127.0.0.1"
 _RECORD_BYTES = 512
+_STAY_S = 5.0
 _kept: dict[tuple[int, str], Store] = {}
+_served: list[int] = []  # the process that serves a store; a child does not
+_leaving: list[Callable[[], None]] = []
 
 
 def open_store(
@@ -60,6 +69,31 @@ def open_store(
     # Under torchrun --max-restarts the store outlives an attempt: the keys of a dead one must not be found.
     prefixed: Store = dist.PrefixStore(f"pycomm/{launch.attempt}", base)
     return prefixed
+
+
+def leave_in_order(store: Store, launch: LaunchInfo, is_broken: Callable[[], bool]) -> None:
+    """Has this process tell the others at its end that it needs ``store`` no more; see the note on top of this file.
+
+    Nobody stays for others in a group that by then ``is_broken``.
+    """
+    own, keys = os.getpid(), [f"left{rank}" for rank in range(launch.world_size)]
+
+    def leave() -> None:
+        if os.getpid() != own:
+            return
+        deadline = time.monotonic() + _STAY_S
+        with contextlib.suppress(RuntimeError):  # the store may have gone with its process
+            store.set(keys[launch.rank], "1")
+            while own in _served and not is_broken() and not store.check(keys) and time.monotonic() < deadline:
+                time.sleep(2e-3)
+
+    _leaving.append(leave)
+
+
+@atexit.register  # before init does so with finalize, which therefore comes first
+def _leave() -> None:
+    while _leaving:
+        _leaving.pop()()
 
 
 def _find_store(
@@ -162,6 +196,7 @@ def _serve_where_asked(launch: LaunchInfo, url: str, timeout: timedelta) -> Stor
         store: Store = dist.TCPStore(
             where.hostname, where.port, launch.world_size, **arguments, master_listen_fd=listener.detach()
         )
+    _served.append(os.getpid())
     return store
 
 
@@ -223,6 +258,7 @@ def _serve(hosts: list[str]) -> tuple[int, Store]:
     port = int(listener.getsockname()[1])
     descriptor = listener.detach()  # the server closes it
     store: Store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    _served.append(os.getpid())
     return port, store
 
 

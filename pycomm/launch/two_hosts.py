@@ -29,6 +29,7 @@ from ..errors import ConfigError, NativeUnavailableError
 __all__ = ["ADDRESSES", "TwoHosts", "unavailable"]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_NETWORK = "10.77.0.0"
 INTERFACE = "eth0"
 _NAMES = ("host0", "host1")
 _SPACES = ("--net", "--uts", "--ipc", "--mount")
@@ -55,11 +56,14 @@ def unavailable() -> str | None:
 class TwoHosts:
     """A context manager: two hosts, ``ADDRESSES``, joined by a cable of ``rate`` (as tc writes it) in each direction.
 
-    Raises NativeUnavailableError on entry if this machine cannot make them. See the note on top of this file.
+    ``congestion`` is the control of TCP on it, whatever this machine's own default is: cubic, Linux's, or one of
+    ``sysctl net.ipv4.tcp_available_congestion_control``. Raises NativeUnavailableError on entry if this machine cannot
+    make two hosts, ConfigError if it does not know the rate or the control. See the note on top of this file.
     """
 
-    def __init__(self, rate: str = "1gbit") -> None:
+    def __init__(self, rate: str = "1gbit", congestion: str = "cubic") -> None:
         self.rate = rate
+        self.congestion = congestion
         self._shells: list[subprocess.Popen[bytes]] = []
         self._started: list[subprocess.Popen[Any]] = []
         self._jobs = 0
@@ -158,6 +162,9 @@ class TwoHosts:
             _run_in_network(pid, ["ip", "address", "add", f"{address}/24", "dev", INTERFACE])
             _run_in_network(pid, ["ip", "link", "set", "lo", "up"])
             _run_in_network(pid, ["ip", "link", "set", INTERFACE, "up"])
+            # A property of the route: a host of its own may not make one the default that this machine reserves.
+            route = [f"{_NETWORK}/24", "dev", INTERFACE, "src", address, "congctl", self.congestion]
+            _run_in_network(pid, ["ip", "route", "change", *route])
             _run_in_network(pid, ["tc", "qdisc", "add", "dev", INTERFACE, *_QUEUE, self.rate])
 
     def _end(self) -> None:

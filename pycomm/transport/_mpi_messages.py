@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError, PycommError
 from . import _wording as wording
+from ._watch import Message
 from .base import Request
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ _TAGS_OF_OUR_OWN = 2  # the largest two: for exchange() and meet()
 class _Send(Request):
     """A message that MPI has been given."""
 
-    def __init__(self, transport: MpiTransport, request: Any, flat: torch.Tensor, peer: int) -> None:
+    def __init__(self, transport: MpiTransport, request: Any, flat: torch.Tensor, message: Message) -> None:
         self._transport = transport
         self._request = request
         self._flat = flat  # MPI reads it until the request is complete
-        self._peer = peer
-        self._doing = f"sending {flat.nbytes} bytes to rank {peer}"
+        self._message = message
+        self._doing = f"sending {flat.nbytes} bytes to rank {message.peer}"
         self._is_done = False
 
     def test(self) -> bool:
@@ -44,7 +45,7 @@ class _Send(Request):
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.test, timeout_s, self._doing, self._peer)
+        self._transport.wait_until(self.test, timeout_s, self._doing, self._message)
 
 
 class _Receive(Request):
@@ -68,13 +69,16 @@ class _Receive(Request):
             if self.request is not None:
                 self._is_done = self._transport.poll(self.request, self.doing)
                 if self._is_done:
+                    self._transport.watch.receive(self.source, self.tag)
                     self._transport.forget(self)
         if self._is_done and self.error is not None:
             raise self.error
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.test, timeout_s, self.doing, -1 if self.peer is None else self.peer)
+        self._transport.wait_until(
+            self.test, timeout_s, self.doing, Message(-1 if self.peer is None else self.peer, self.tag)
+        )
 
 
 class MpiMessages:
@@ -128,13 +132,14 @@ class MpiMessages:
         tag, token = self._transport.largest_tag - 1, torch.empty(0, dtype=torch.uint8)
         first, others = ranks[0], list(ranks[1:])
         if self._transport.rank == first:
-            for receive in [self._start_receive(token, other, tag) for other in others]:
-                receive.wait()
-            requests: list[Request] = [self._start_send(token, other, tag) for other in others]
+            self._meet([self._start_receive(token, other, tag) for other in others])
+            self._meet([self._start_send(token, other, tag) for other in others])
         else:
-            requests = [self._start_receive(token, first, tag), self._start_send(token, first, tag)]
-        for request in requests:
-            request.wait()
+            self._meet([self._start_receive(token, first, tag), self._start_send(token, first, tag)])
+
+    def _meet(self, requests: Sequence[Request]) -> None:
+        for request in requests:  # not as messages: who watches meanwhile numbers the ranks in another way
+            self._transport.wait_until(request.test, None, "making a group")
 
     def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> _Send:
         transport = self._transport
@@ -144,7 +149,7 @@ class MpiMessages:
                 request = transport.open_communicator().Isend(transport.as_bytes(flat), peer, tag)
         except transport.mpi.Exception as error:
             raise transport.error_of(error, doing) from error
-        send = _Send(transport, request, flat, peer)
+        send = _Send(transport, request, flat, transport.watch.send(peer, tag))
         transport.keep(send)
         return send
 

@@ -116,7 +116,7 @@ class PostedExchange:
             meanwhile()
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
         try:
-            Posted(verb, -1, self._transport, finish).wait(limit_s)
+            Posted(verb, None, self._transport, finish).wait(limit_s)
         except CollectiveTimeoutError as error:  # unlike a message's, it breaks the group
             self._transport.watch.announce("timeout", self._transport.rank)
             raise wording.timed_out(self._transport.place(verb), limit_s) from error

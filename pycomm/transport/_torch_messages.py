@@ -38,7 +38,7 @@ import torch
 
 from ..errors import ConfigError, PycommError
 from . import _wording as wording
-from ._watch import slices_s
+from ._watch import Message, slices_s
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
 if TYPE_CHECKING:
@@ -110,15 +110,18 @@ atexit.register(_helpers.end)
 
 
 class Posted(Request):
-    """A message whose parts torch has; ``finish(left_s)`` waits for them, in a helper's thread."""
+    """A message whose parts torch has; ``finish(left_s)`` waits for them, in a helper's thread.
+
+    ``message`` is what it is to others, None for what is not counted; its peer is -1 for a receive from any rank.
+    """
 
     def __init__(
-        self, doing: str, peer: int, transport: TorchTransport, finish: Callable[[Posted, float], None]
+        self, doing: str, message: Message | None, transport: TorchTransport, finish: Callable[[Posted, float], None]
     ) -> None:
-        self.source = peer
+        self.source = -1 if message is None else message.peer
         self.gloo = transport.group if transport.is_gloo else None  # whose waits can be ended
         self._doing = doing
-        self._peer = peer
+        self._message = message
         self._transport = transport
         self._finish = finish
         self._ended = threading.Lock()  # held until the message is complete
@@ -142,7 +145,11 @@ class Posted(Request):
             if not is_long:
                 is_long = True
                 self._transport.watch.start_wait()
-            self._transport.check(self._doing, self._peer)
+            try:
+                self._transport.check(self._doing, self._message)
+            except PycommError:
+                if not self._is_done:  # the peer may have gone because it was done with this one, too
+                    raise
         self._raise_or_true()
 
     def settle(self) -> None:
@@ -169,7 +176,9 @@ class Posted(Request):
             if _helpers.is_ending:  # nobody is there to be told
                 self._error = wording.used_closed(self._transport.place(self._doing))
             else:
-                self._error = self._transport.error_of(error, self._doing, limit_s, self._peer)
+                self._error = self._transport.error_of(error, self._doing, limit_s, self.source)
+        if self._message is not None and not self._message.is_sent and self.source >= 0:
+            self._transport.watch.receive(self.source, self._message.tag)
         self._is_done = True
         self._ended.release()
 
@@ -233,7 +242,8 @@ class PlainMessages(_Messages):
         doing = f"sending {flat.nbytes} bytes to rank {peer}"
         group = self._transport.open_group()
         work = self._post(lambda: group.send([flat.view(torch.uint8)], peer, tag), doing, peer)
-        return Posted(doing, peer, self._transport, lambda _, left_s: wait_for(work, flat, left_s))
+        message = self._transport.watch.send(peer, tag)
+        return Posted(doing, message, self._transport, lambda _, left_s: wait_for(work, flat, left_s))
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)}"
@@ -249,7 +259,7 @@ class PlainMessages(_Messages):
             wait_for(work, flat, left_s)
             request.source = work._source_rank() if peer is None else peer
 
-        return Posted(doing, -1 if peer is None else peer, self._transport, finish)
+        return Posted(doing, Message(-1 if peer is None else peer, tag), self._transport, finish)
 
 
 class FramedMessages(PlainMessages):
@@ -257,7 +267,6 @@ class FramedMessages(PlainMessages):
 
     def __init__(self, transport: TorchTransport) -> None:
         super().__init__(transport)
-        self._sent: Counter[tuple[int, int]] = Counter()  # messages by (peer, tag)
         self._asked: Counter[tuple[int, int]] = Counter()  # receives by (peer, tag)
         self._any_tags: set[int] = set()
         self._refused: list[object] = []  # memory that gloo may still write, or believes so
@@ -268,16 +277,15 @@ class FramedMessages(PlainMessages):
         _check_tag(tag)
         doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
         group = self._transport.open_group()
-        data, index = flat.view(torch.uint8), self._sent[peer, tag]
-        self._sent[peer, tag] += 1
+        data, message = flat.view(torch.uint8), self._transport.watch.send(peer, tag)
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        frame[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor([data.numel(), index]))
+        frame[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor([data.numel(), message.order]))
         is_inline = data.numel() <= _INLINE_BYTES
         if is_inline:
             frame[_HEADER_BYTES : _HEADER_BYTES + data.numel()].copy_(data)
         works = [self._post(lambda: group.send([frame], peer, tag), doing, peer)]
         if not is_inline:
-            data_tag = _data_tag(tag, index, data.numel())
+            data_tag = _data_tag(tag, message.order, data.numel())
             works.append(self._post(lambda: group.send([data], peer, data_tag), doing, peer))
 
         def finish(_: Posted, left_s: float) -> None:
@@ -285,7 +293,7 @@ class FramedMessages(PlainMessages):
             for work in works:
                 wait_for(work, (frame, data), deadline - time.monotonic())
 
-        return Posted(doing, peer, self._transport, finish)
+        return Posted(doing, message, self._transport, finish)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         if FIRST_OWN_TAG <= tag < ANNOUNCEMENT_TAG:
@@ -322,7 +330,7 @@ class FramedMessages(PlainMessages):
             rest = self._receive_data(data, request.source, tag, index, doing) if follows is None else follows
             wait_for(rest, data, deadline - time.monotonic())
 
-        request = Posted(doing, -1 if peer is None else peer, self._transport, finish)
+        request = Posted(doing, Message(-1 if peer is None else peer, tag), self._transport, finish)
         if not is_index_known:
             request.test()  # starts the helper thread
         return request

@@ -7,8 +7,10 @@ takes one process for another. Between hosts, and for what the kernel does not s
 ran out of time, that closed the group), the ranks leave word in the job's store, where a rank that waits looks now and
 then. What broke a group is written there once, by the rank that finds it; the first discovery is everybody's.
 
-A rank that has ended or closed may have done all that was asked of it, and its last bytes may still be under way. So a
-closed rank counts only in a call that it did not make, and a dead one only after one more slice.
+A rank that has ended or closed may have done all that was asked of it, and its last bytes may still be under way: on a
+slow cable for seconds, as TCP takes megabytes from a sender who then goes. So who closes the group leaves word of how
+many calls it made, and how many messages it sent and received; it counts as gone only where that is not enough. Who
+died without a word counts after one more slice.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +36,7 @@ from ._wording import NO_STATUS, Failure
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["SLICE_S", "Watch", "first_slice_s", "slices_s"]
+__all__ = ["SLICE_S", "Message", "Watch", "first_slice_s", "slices_s"]
 
 SLICE_S = 5e-3  # of waiting, between two looks at the processes
 _FIRST_BEHIND_S = 40e-3
@@ -72,6 +75,27 @@ class Process(NamedTuple):
     fd: int = -1
 
 
+class Message(NamedTuple):
+    """One that a rank waits for: the next from ``peer``, or what it sent there after ``order`` others of this tag."""
+
+    peer: int
+    tag: int
+    order: int = -1  # of a receive
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether this rank is the one that sends it."""
+        return self.order >= 0
+
+
+class _LastWord(NamedTuple):
+    """What a rank has done before it closed the group. Messages are counted by "peer/tag"."""
+
+    calls: int
+    sent: dict[str, int]
+    received: dict[str, int]
+
+
 class _Processes:
     """The processes of the ranks of ``init``; groups made from it share them. Closes the pidfds with the last."""
 
@@ -100,6 +124,9 @@ class Watch:
         self._fds = {member.fd: index for index, member in enumerate(self._members) if member.fd >= 0}
         for fd in self._fds:
             self._poll.register(fd, select.POLLIN)
+        self._counting = threading.Lock()  # messages are completed by several threads, too
+        self._sent: Counter[tuple[int, int]] = Counter()  # by (peer, tag)
+        self._received: Counter[tuple[int, int]] = Counter()
         self._suspect = -1
         self._next = 0  # whose process is looked at closely
         self._next_ask = 0.0
@@ -130,6 +157,19 @@ class Watch:
         store = None if self._store is None else _part(self._store, key)
         return Watch(self._processes, members, rank, store)
 
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def send(self, peer: int, tag: int) -> Message:
+        """Counts a message that this rank sends."""
+        with self._counting:
+            self._sent[peer, tag] += 1
+            return Message(peer, tag, self._sent[peer, tag] - 1)
+
+    def receive(self, peer: int, tag: int) -> None:
+        """Counts a message that this rank has received."""
+        with self._counting:
+            self._received[peer, tag] += 1
+
     # -- looking ----------------------------------------------------------------------------------------------------
 
     def start_wait(self) -> None:
@@ -138,31 +178,35 @@ class Watch:
         self._ask_s = _ASK_STORE_S
         self._next_ask = time.monotonic() + self._ask_s
 
-    def look(self, call: int, peer: int = -1) -> Failure | None:
+    def look(self, call: int, message: Message | None = None) -> Failure | None:
         """Looks around once and says what broke the group, if anything has.
 
-        In a wait of collective ``call``, or, after it, for a message of rank ``peer``.
+        In a wait of collective ``call``, or, in it or after it, for ``message``.
         """
         if self.failure is not None:
             return self.failure
         dead = self._find_dead()
         if dead >= 0 and self._suspect == dead:
-            if dead == peer or not self._has_made(dead, call):
+            if self._owes(dead, call, message):
                 self.announce("lost", dead)
         else:
             self._suspect = dead
         if self._store is not None and time.monotonic() >= self._next_ask:
             self._ask_s = min(2 * self._ask_s, _ASK_STORE_AT_MOST_S)
-            self._ask(call, peer)
+            self._ask(call, message)
             self._next_ask = time.monotonic() + self._ask_s
         return self.failure
 
     def search(self, call: int, peer: int = -1) -> Failure | None:
-        """Looks for a while for what broke a call, as ``look`` does: a rank's process may just be ending."""
+        """Looks for a while for what broke a call, as ``look`` does: a rank's process may just be ending.
+
+        What is still awaited from ``peer`` will not come.
+        """
+        lost = None if peer < 0 else Message(peer, _NO_TAG)
         deadline = time.monotonic() + _SUSPICION_S
         self.start_wait()
         while time.monotonic() < deadline:
-            if self.look(call, peer) is not None or self._ask(call, peer) is not None:
+            if self.look(call, lost) is not None or self._ask(call, lost) is not None:
                 break
             time.sleep(2e-3)
         return self.failure
@@ -191,22 +235,27 @@ class Watch:
         self.failure = self.failure or mine
 
     def close(self, calls: int) -> None:
-        """Tells the others that this rank leaves after ``calls`` collectives."""
-        if self._store is not None and self.failure is None:
+        """Tells the others that this rank leaves after ``calls`` collectives, in good order or as another did."""
+        if self._store is not None and (self.failure is None or self.failure.kind == "closed"):
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"closed{self._rank}", str(calls))
+                with self._counting:
+                    sent, received = (
+                        {f"{peer}/{tag}": number for (peer, tag), number in counted.items()}
+                        for counted in (self._sent, self._received)
+                    )
+                self._store.set(f"closed{self._rank}", json.dumps(_LastWord(calls, sent, received)))
                 self._store.set("news", "1")
         self._store = None
 
-    def _ask(self, call: int, peer: int) -> Failure | None:
+    def _ask(self, call: int, message: Message | None) -> Failure | None:
         """Reads what the others left in the store."""
         try:
             if self._store is None or not self._store.check(["news"]):
                 return self.failure
             self.failure = self.failure or self._told()
             for rank in range(len(self._ranks)):
-                made = None if rank == self._rank else self._closed_at(rank)
-                if self.failure is None and made is not None and (made < call or rank == peer):
+                word = None if rank == self._rank else self._last_word(rank)
+                if self.failure is None and word is not None and self._is_short(word, rank, call, message):
                     self.failure = Failure("closed", rank, self._members[rank].pid if self._members else 0)
         except RuntimeError:  # the store has gone with the process that kept it; the pidfds remain
             self._store = None
@@ -217,18 +266,30 @@ class Watch:
             return None
         return Failure(*json.loads(self._store.get("failure")))
 
-    def _closed_at(self, rank: int) -> int | None:
-        """Returns after how many collectives a rank closed the group, None if it has not."""
+    def _last_word(self, rank: int) -> _LastWord | None:
+        """Returns what a rank had done when it closed the group, None if it has not closed it."""
         key = f"closed{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else None
+        return _LastWord(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def _has_made(self, rank: int, call: int) -> bool:
-        """Says whether a rank, now dead, had made this call and closed the group in good order."""
-        try:
-            made = None if self._store is None else self._closed_at(rank)
-        except RuntimeError:
+    def _is_short(self, word: _LastWord, rank: int, call: int, message: Message | None) -> bool:
+        """Says whether a rank that closed the group has left undone what this one waits for."""
+        if word.calls < call:
+            return True
+        if message is None or message.peer != rank:
             return False
-        return made is not None and made >= call
+        mine = f"{self._rank}/{message.tag}"
+        if message.is_sent:
+            return word.received.get(mine, 0) <= message.order
+        with self._counting:
+            return word.sent.get(mine, 0) <= self._received[rank, message.tag]
+
+    def _owes(self, rank: int, call: int, message: Message | None) -> bool:
+        """Says the same of a rank that is dead, and may have closed the group in good order."""
+        try:
+            word = None if self._store is None else self._last_word(rank)
+        except RuntimeError:
+            word = None
+        return word is None or self._is_short(word, rank, call, message)
 
     def _find_dead(self) -> int:
         """Returns a rank whose process has ended or is being ended, -1 if there is none in sight.
@@ -244,6 +305,7 @@ class Watch:
         return min(found, default=-1)
 
 
+_NO_TAG = -1
 _OUT_OF_SIGHT = -1
 _GONE = -2  # had ended before it could be looked up
 

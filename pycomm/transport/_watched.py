@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..errors import TransportError
-    from ._watch import Watch
+    from ._watch import Message, Watch
 
 __all__ = ["WatchedTransport"]
 
@@ -38,9 +38,9 @@ class WatchedTransport(Transport):
         request: Request = self._messages.irecv(flat, peer, tag)
         return request
 
-    def check(self, doing: str, peer: int = -1) -> None:
-        """Looks around once in a long wait: raises what broke the group, if anything has."""
-        failure = self.watch.look(self.calls, peer)
+    def check(self, doing: str, message: Message | None = None) -> None:
+        """Looks around once in a long wait, for ``message`` or in a collective: raises what broke the group."""
+        failure = self.watch.look(self.calls, message)
         if failure is not None:
             raise self.failed(doing, failure)
 

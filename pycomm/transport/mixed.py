@@ -90,6 +90,15 @@ class MixedTransport(Transport):
     def timeout_s(self, timeout_s: float) -> None:
         self._timeout_s = self.inner.timeout_s = self.outer.timeout_s = timeout_s
 
+    @property
+    def group_name(self) -> str:
+        """As errors between the hosts call the group."""
+        return self.outer.group_name
+
+    @group_name.setter
+    def group_name(self, name: str) -> None:
+        self.outer.group_name = name
+
     def allocate(self, nbytes: int) -> Any:
         """Returns memory that every rank of this host can reach, as ``ShmTransport.allocate`` does."""
         allocate: Callable[[int], Any] = getattr(self.inner, "allocate")  # noqa: B009
@@ -120,7 +129,7 @@ class MixedTransport(Transport):
         return partial(self._between_hosts, self.outer.exchanger(nbytes))
 
     def _between_hosts(self, exchange: Callable[..., _Frames], *arguments: Any) -> _Frames:
-        self.outer.calls, self.outer.group_name = self.calls, self.group_name  # it words what goes wrong
+        self.outer.calls = self.calls  # it words what goes wrong
         with self.ending_both():
             return exchange(*arguments)
 
@@ -237,6 +246,7 @@ class MixedTransport(Transport):
     def close(self) -> None:
         self._arrivals.close()
         self.inner.close()
+        self.outer.calls = self.calls
         self.outer.close()
 
 

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import ConfigError, TransportError
+from ..errors import ConfigError, PeerLostError, TransportError
 from ..types import ReduceOp
 from . import _wording as wording
 from ._mpi_frames import FrameSwap, FrameSwaps, frame_bytes_for
 from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
 from ._patience import Patience
-from ._watch import SLICE_S, Watch
+from ._watch import SLICE_S, Message, Watch
 from ._watched import WatchedTransport
 
 if TYPE_CHECKING:
@@ -309,11 +309,11 @@ class MpiTransport(WatchedTransport):
             raise self.error_of(error, doing) from error
 
     def wait_until(
-        self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, peer: int | None = None
+        self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, message: Message | None = None
     ) -> None:
         """Polls ``is_done`` and the receives that are due; see [Note: waiting for MPI].
 
-        ``peer`` is whom a message goes to or comes from, -1 for anyone; None for a collective.
+        ``message`` is what it waits for, its peer -1 for one from anyone; None in a collective.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
@@ -325,11 +325,16 @@ class MpiTransport(WatchedTransport):
                 if next_look_s == SLICE_S:
                     self.watch.start_wait()
                 next_look_s = waited_s + SLICE_S
-                self.check(doing, -1 if peer is None else peer)
+                try:
+                    self.check(doing, message)
+                except PeerLostError:
+                    if is_done():  # the peer may have gone because it was done with this one, too
+                        return
+                    raise
             if waited_s > limit_s:
-                if peer is None:
+                if message is None:
                     self.watch.announce("timeout", self.rank)
-                raise wording.timed_out(self.place(doing), limit_s, is_broken=peer is None)
+                raise wording.timed_out(self.place(doing), limit_s, is_broken=message is None)
             _idle(waited_s)
 
     def failed(self, doing: str, failure: wording.Failure) -> TransportError:

@@ -71,6 +71,37 @@ def test_a_death_reaches_every_rank(hosts: TwoHosts) -> None:
     assert [report["rank"] for report in reports(others)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+def test_who_leaves_takes_nothing_along(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TCP has taken from a rank that is done arrives, however slow the cable; only what it never sent is lost."""
+    monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
+    with TwoHosts(rate="10mbit") as slow:
+        reports(run(slow, [sys.executable, str(Path(__file__).parent / "jobs" / "leave_early.py")], (2, 2)))
+
+
+@pytest.mark.parametrize("congestion", ["cubic", "reno"])
+def test_both_ends_use_the_congestion_control_that_was_asked_for(congestion: str) -> None:
+    script = (
+        "import os, socket\n"
+        "where = (os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    end = socket.create_server(where).accept()[0]\n"
+        "else:\n"
+        "    end = None\n"
+        "    while end is None:\n"
+        "        try:\n"
+        "            end = socket.create_connection(where)\n"
+        "        except ConnectionRefusedError:\n"
+        "            pass\n"
+        "print(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode())\n"
+    )
+    with TwoHosts(congestion=congestion) as made:
+        ended = run(made, [sys.executable, "-c", script], (1, 1))
+    assert ended == [(0, f"{congestion}\n")] * 2
+    with pytest.raises(ConfigError, match="nonsense"), TwoHosts(congestion="nonsense"):
+        pass
+
+
 def test_exit_codes(hosts: TwoHosts) -> None:
     assert hosts.run_job([sys.executable, "-c", "pass"]) == 0
     script = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '2' else time.sleep(1000)"

@@ -1,0 +1,90 @@
+"""Who counts as gone (pycomm/transport/_watch.py), where no process dies: ranks that close a group, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from pycomm.transport._watch import Message, Watch, _Processes
+
+TAG = 7
+
+
+def watches(number: int = 2) -> list[Watch]:
+    """Returns the watches of ``number`` ranks that are all this process."""
+    store = dist.HashStore()
+    return [Watch(_Processes(()), range(number), rank, dist.PrefixStore("watch", store)) for rank in range(number)]
+
+
+def asked(watch: Watch, call: int, message: Message | None = None) -> str | None:
+    """Returns how ``watch`` finds the group broken, in a wait long enough to ask the store."""
+    watch.start_wait()
+    watch._next_ask = 0.0
+    failure = watch.look(call, message)
+    return None if failure is None else failure.kind
+
+
+@pytest.mark.parametrize(("made", "call", "expected"), [(3, 3, None), (4, 3, None), (2, 3, "closed")])
+def test_a_call_misses_who_did_not_make_it(made: int, call: int, expected: str | None) -> None:
+    mine, other = watches()
+    assert asked(mine, call) is None
+    other.close(made)
+    assert asked(mine, call) == expected
+
+
+def test_a_message_that_was_sent_is_awaited_though_its_sender_has_left() -> None:
+    mine, other = watches()
+    for _ in range(2):
+        other.send(0, TAG)
+    other.close(0)
+    for _ in range(2):
+        assert asked(mine, 0, Message(1, TAG)) is None
+        mine.receive(1, TAG)
+    assert asked(mine, 0, Message(1, TAG)) == "closed"
+
+
+@pytest.mark.parametrize("tag", [TAG, TAG + 1])
+def test_a_message_that_was_not_sent_is_not_awaited(tag: int) -> None:
+    mine, other, third = watches(3)
+    other.send(0, TAG + 2)
+    other.send(2, tag)
+    other.close(0)
+    assert asked(mine, 0, Message(2, tag)) is None, "the third rank has not left"
+    assert asked(mine, 0, Message(1, tag)) == "closed"
+    assert asked(third, 0, Message(1, tag)) is None
+
+
+def test_a_send_is_done_with_who_received_it() -> None:
+    mine, other = watches()
+    first, second = mine.send(1, TAG), mine.send(1, TAG)
+    other.receive(0, TAG)
+    other.close(0)
+    assert asked(mine, 0, first) is None
+    assert asked(mine, 0, second) == "closed"
+
+
+def test_a_connection_that_broke_is_explained_by_who_left() -> None:
+    mine, other = watches()
+    other.send(0, TAG)
+    other.close(0)
+    assert asked(mine, 0, Message(1, TAG)) is None
+    assert mine.explain(0, 1).kind == "closed"
+
+
+def test_who_leaves_because_another_left_says_so() -> None:
+    mine, other, third = watches(3)
+    other.close(0)
+    assert asked(third, 1) == "closed"
+    third.close(1)
+    assert asked(mine, 1, Message(2, TAG)) == "closed"
+    assert mine.failure is not None and mine.failure.rank == 1, "the third rank made the call"
+
+
+def test_numbers_of_messages_do_not_mix_tags_and_peers() -> None:
+    (mine, _) = watches()
+    assert [mine.send(1, TAG), mine.send(0, TAG), mine.send(1, TAG), mine.send(1, TAG + 1)] == [
+        Message(1, TAG, 0),
+        Message(0, TAG, 0),
+        Message(1, TAG, 1),
+        Message(1, TAG + 1, 0),
+    ]
