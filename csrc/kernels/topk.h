@@ -33,8 +33,8 @@ struct TopkResult {
   bool is_exact;           // exactly the k largest
 };
 
-// Bytes moved per element: 4 read, or with a residual 8 read and 4 written; where neither the guess nor the sample tells
-// the threshold, three or four times as many are read.
+// Bytes moved per element: 4 read, or with a residual 8 read and 4 written; twice as many are read where more elements than
+// there is room for are as large as the k-th, and four or five times as many where neither guess nor sample tells it.
 TopkResult topk(const TopkJob& job);
 
 // The first i with indices[i] outside 0 .. numel - 1, or `count`.

@@ -7,8 +7,8 @@
 namespace pycomm::overlap {
 namespace {
 
-constexpr double kFirstBytesPerS = 1e9;  // before anything was measured
-constexpr double kWeight = 0.25;         // of the last segment in the bandwidth
+constexpr double kFirstSPerByte = 1e-9;  // before anything was measured
+constexpr double kWeight = 0.25;         // of the last segment in the time for a byte
 
 }  // namespace
 
@@ -16,7 +16,7 @@ std::int64_t monotonic_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Progress::Progress(int ranks, std::size_t segment_bytes) : ranks_(ranks), segment_bytes_(segment_bytes), bytes_per_s_(kFirstBytesPerS) {}
+Progress::Progress(int ranks, std::size_t segment_bytes) : ranks_(ranks), segment_bytes_(segment_bytes), s_per_byte_(kFirstSPerByte) {}
 
 std::uint64_t Progress::submit(Order order) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -73,7 +73,7 @@ void Progress::move_some(Outside& outside) {
   Frame mine;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    mine = agreement_.frame(bytes_per_s_);
+    mine = agreement_.frame(1.0 / s_per_byte_);
   }
   try {
     outside.exchange(frames.data(), mine);
@@ -129,8 +129,9 @@ void Progress::ended(std::uint64_t number, std::int64_t start_ns, std::exception
   last_end_ns_ = now_ns;
   moved_.ns += elapsed_ns;
   moved_.bytes += item.segment_bytes;
-  if (item.segment_bytes >= segment_bytes_ / 2 && elapsed_ns > 0)
-    bytes_per_s_ += kWeight * (static_cast<double>(item.segment_bytes) * 1e9 / static_cast<double>(elapsed_ns) - bytes_per_s_);
+  // Segments end in bunches where several are under way: of their times the average is right, of their rates it is not.
+  if (item.segment_bytes > 0 && item.segment_bytes >= segment_bytes_ / 2)
+    s_per_byte_ += kWeight * (static_cast<double>(elapsed_ns) * 1e-9 / static_cast<double>(item.segment_bytes) - s_per_byte_);
   if (item.error == nullptr) item.error = std::move(error);
   ++item.moved;
   end_if_done(number, item);

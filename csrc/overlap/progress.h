@@ -98,7 +98,7 @@ class Progress {
   std::vector<Ended> ended_;
   Moved moved_;
   std::int64_t last_end_ns_ = 0;
-  double bytes_per_s_;
+  double s_per_byte_;
   bool is_closed_ = false, is_over_ = false;
 };
 

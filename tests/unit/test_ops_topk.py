@@ -31,8 +31,10 @@ def make_input(kind: str, numel: int) -> torch.Tensor:
         x[17 : 17 + numel // 50] += 100
     elif kind == "special":
         x[::7], x[::5], x[::11] = NAN, INF, -0.0
-    elif kind == "zeros":
-        x.zero_()
+    elif kind in ("zeros", "nans"):
+        x.fill_(NAN if kind == "nans" else 0.0)
+    elif kind in ("mostly zeros", "mostly ones"):  # fewer are larger than are chosen, so the k-th has many equals
+        x[torch.rand(numel, generator=generator) > 0.004] = 0.0 if kind == "mostly zeros" else -1.0
     return x
 
 
@@ -42,8 +44,11 @@ def select(x: torch.Tensor, k: int, **options) -> tuple[torch.Tensor, torch.Tens
     return indices, values
 
 
+KINDS = ["normal", "ties", "ascending", "one line", "special", "zeros", "nans", "mostly zeros", "mostly ones"]
+
+
 @pytest.mark.parametrize("numel", [1, 5, 16, 1000, 70_001, 600_000])
-@pytest.mark.parametrize("kind", ["normal", "ties", "ascending", "one line", "special", "zeros"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_are_the_reference(kind: str, numel: int) -> None:
     x = make_input(kind, numel)
     before = torch.randn(numel, generator=torch.Generator().manual_seed(1)) if kind == "normal" else torch.zeros(numel)

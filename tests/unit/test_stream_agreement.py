@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import time
 from typing import Any
 
 from pycomm.ops import native
@@ -48,3 +50,27 @@ def test_what_a_rank_far_ahead_has_forgotten_counts_as_not_compared() -> None:
     assert agree(ranks) == (3, 0, 1e6)
     ranks[0].add(3)  # 63 ahead is what is remembered
     assert agree(ranks) == (4, 4, 1e6)
+
+
+def test_the_bandwidth_is_right_though_segments_end_in_bunches() -> None:
+    """Two under way, as between hosts, end together: of the second nothing is to be seen but an instant."""
+    bunch_s, segment_bytes, told = 20e-3, 1 << 20, []
+    progress, begun = native().StreamProgress(1, segment_bytes), []
+
+    def exchange(frame: bytes) -> bytes:
+        told.append(struct.unpack_from("<Qd", frame)[1])
+        return frame
+
+    def move(number: int, _segment: int, _is_agreed: bool) -> None:
+        begun.append(time.monotonic_ns())
+        if len(begun) == 2:
+            time.sleep(bunch_s)
+            for start_ns in begun:
+                progress.ended(number, start_ns)
+            begun.clear()
+
+    progress.submit(0, 1, 40, segment_bytes)
+    progress.close()
+    progress.run(None, exchange, move, None, lambda: None)
+    assert len(told) > 30, "before anything was measured several may be granted at a time, then one"
+    assert max(told[20:]) < 3 * 2 * segment_bytes / bunch_s

@@ -1,9 +1,10 @@
 // topk(): a guess, one pass that collects what reaches it, and an exact selection among these few.
 //
 // The guess is the caller's, or comes from a sample: every n-th cache line, at most 256 Ki elements, of which a rank a
-// few standard deviations beyond the expected one is taken; so the candidates are k and a bit more. Whatever the guess,
-// the answer is the same: if it was too high or far too low, a radix selection over the whole input (three histograms, of
-// 11, 10 and 10 bits) finds the exact threshold.
+// few standard deviations beyond the expected one is taken; so the candidates are k and a bit more. Where many elements
+// are equal (a gradient that is mostly zeros), the guess may be their magnitude; a second pass then collects what is above
+// it, and if that is fewer than k, the guess was the exact threshold. Whatever the guess, the answer is the same: if it
+// was too high or far too low, a radix selection over the whole input (three histograms, of 11, 10 and 10 bits) finds it.
 #include "../topk.h"
 
 #include <algorithm>
@@ -66,6 +67,27 @@ void write_chosen(const TopkJob& job, const std::int32_t* indices, const float* 
   for (std::size_t i = 0; i < written; ++i) job.residual[job.indices[i]] = 0.0f;
 }
 
+// Writes the `count` candidates, all that are above the key, and of the equal ones the first k - count, by index.
+void write_tied(const TopkJob& job, const CollectPass& above, std::size_t count, std::int32_t key) {
+  std::size_t written = 0, next = 0;
+  const auto write = [&](std::int32_t index, float value) {
+    job.indices[written] = index;
+    job.values[written++] = value;
+  };
+  for (std::size_t i = 0, equal = job.k - count; equal > 0; ++i) {
+    if (next < count && above.indices[next] == static_cast<std::int32_t>(i)) {
+      write(above.indices[next], above.values[next]);
+      ++next;
+    } else if (magnitude_at(above.flat, i) == key) {
+      write(static_cast<std::int32_t>(i), above.flat[i]);
+      --equal;
+    }
+  }
+  for (; next < count; ++next) write(above.indices[next], above.values[next]);
+  if (job.residual == nullptr) return;
+  for (std::size_t i = 0; i < job.k; ++i) job.residual[job.indices[i]] = 0.0f;
+}
+
 }  // namespace
 
 TopkResult topk(const TopkJob& job) {
@@ -75,23 +97,34 @@ TopkResult topk(const TopkJob& job) {
   pass.indices = static_cast<std::int32_t*>(job.workspace);
   pass.values = reinterpret_cast<float*>(pass.indices + capacity);
   float* const sample = pass.values + capacity;
+  const auto take_k_of = [&](std::size_t found) {
+    const RadixPrefix exact = select_rank(pass.values, found, job.k);
+    write_chosen(job, pass.indices, pass.values, found, exact.key, job.k - exact.above);
+    return TopkResult{exact.key, job.k, true};
+  };
+  std::size_t found = 0;
   for (std::int32_t guess : {job.guess, std::int32_t{0}}) {
     const bool is_given = guess > 0;
     if (!is_given) guess = guess_threshold(pass.flat, pass.residual, job.numel, job.k, sample);
     pass.least = guess;
-    const std::size_t found = active_codecs().collect(pass);
+    found = active_codecs().collect(pass);
     const Verdict verdict = judge_guess(found, job.k, capacity, is_given, job.accepted);
-    if (verdict == Verdict::kAmongThem) {
-      const RadixPrefix exact = select_rank(pass.values, found, job.k);
-      write_chosen(job, pass.indices, pass.values, found, exact.key, job.k - exact.above);
-      return {exact.key, job.k, true};
-    }
+    if (verdict == Verdict::kAmongThem) return take_k_of(found);
     if (verdict == Verdict::kAccept) {
       write_chosen(job, pass.indices, pass.values, found, guess, found);
       return {guess, found, false};
     }
     if (job.residual != nullptr) pass.flat = job.residual, pass.residual = nullptr;  // which holds the sum now
     if (!is_given) break;
+  }
+  if (found > capacity) {
+    const std::int32_t key = pass.least++;
+    const std::size_t above = key == kMagnitude ? 0 : active_codecs().collect(pass);
+    if (above < job.k) {
+      write_tied(job, pass, above, key);
+      return {key, job.k, true};
+    }
+    if (above <= capacity) return take_k_of(above);
   }
   const RadixPrefix exact = select_rank(pass.flat, job.numel, job.k);
   write_chosen(job, nullptr, pass.flat, job.numel, exact.key, job.k - exact.above);
