@@ -89,7 +89,7 @@ class Message(NamedTuple):
 
 
 class _LastWord(NamedTuple):
-    """What a rank has done before it closed the group. Messages are counted by "peer/tag"."""
+    """What a rank has done before it closed the group. Messages are counted by "peer/tag", the tag modulo ``_TAGS``."""
 
     calls: int
     sent: dict[str, int]
@@ -125,7 +125,7 @@ class Watch:
         for fd in self._fds:
             self._poll.register(fd, select.POLLIN)
         self._counting = threading.Lock()  # messages are completed by several threads, too
-        self._sent: Counter[tuple[int, int]] = Counter()  # by (peer, tag)
+        self._sent: Counter[tuple[int, int]] = Counter()  # by (peer, tag % _TAGS)
         self._received: Counter[tuple[int, int]] = Counter()
         self._suspect = -1
         self._next = 0  # whose process is looked at closely
@@ -161,14 +161,15 @@ class Watch:
 
     def send(self, peer: int, tag: int) -> Message:
         """Counts a message that this rank sends."""
+        place = peer, tag % _TAGS
         with self._counting:
-            self._sent[peer, tag] += 1
-            return Message(peer, tag, self._sent[peer, tag] - 1)
+            self._sent[place] += 1
+            return Message(peer, tag, self._sent[place] - 1)
 
     def receive(self, peer: int, tag: int) -> None:
         """Counts a message that this rank has received."""
         with self._counting:
-            self._received[peer, tag] += 1
+            self._received[peer, tag % _TAGS] += 1
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class Watch:
 
         What is still awaited from ``peer`` will not come.
         """
-        lost = None if peer < 0 else Message(peer, _NO_TAG)
+        lost = None if peer < 0 else Message(peer, 0, _NEVER)
         deadline = time.monotonic() + _SUSPICION_S
         self.start_wait()
         while time.monotonic() < deadline:
@@ -277,11 +278,12 @@ class Watch:
             return True
         if message is None or message.peer != rank:
             return False
-        mine = f"{self._rank}/{message.tag}"
+        place = rank, message.tag % _TAGS
+        mine = f"{self._rank}/{place[1]}"
         if message.is_sent:
             return word.received.get(mine, 0) <= message.order
         with self._counting:
-            return word.sent.get(mine, 0) <= self._received[rank, message.tag]
+            return word.sent.get(mine, 0) <= self._received[place]
 
     def _owes(self, rank: int, call: int, message: Message | None) -> bool:
         """Says the same of a rank that is dead, and may have closed the group in good order."""
@@ -305,7 +307,8 @@ class Watch:
         return min(found, default=-1)
 
 
-_NO_TAG = -1
+_TAGS = 1 << 15  # all of gloo's; over MPI a program may use a new one in each step, for ever
+_NEVER = 1 << 62  # more messages than are ever sent
 _OUT_OF_SIGHT = -1
 _GONE = -2  # had ended before it could be looked up
 

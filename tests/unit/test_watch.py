@@ -80,6 +80,16 @@ def test_who_leaves_because_another_left_says_so() -> None:
     assert mine.failure is not None and mine.failure.rank == 1, "the third rank made the call"
 
 
+def test_a_new_tag_in_each_step_takes_no_more_memory() -> None:
+    mine, other = watches()
+    for step in range(100_000):
+        mine.send(1, step)
+        other.receive(0, step)
+    assert len(mine._sent) == len(other._received) == 1 << 15
+    other.close(0)
+    assert asked(mine, 0, mine.send(1, 7)) == "closed"
+
+
 def test_numbers_of_messages_do_not_mix_tags_and_peers() -> None:
     (mine, _) = watches()
     assert [mine.send(1, TAG), mine.send(0, TAG), mine.send(1, TAG), mine.send(1, TAG + 1)] == [
