@@ -213,7 +213,7 @@ def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method:
     _inits += 1
     group = _join(store, launch, config)
     if group.transport.name != "shm":  # which knows without a store who has left
-        leave_in_order(store, launch, lambda: group.transport.is_broken)
+        leave_in_order(store, launch)
     return group
 
 
@@ -350,6 +350,10 @@ def _adopt(transport: Transport, timeout: float | timedelta | None) -> Group:
 
 
 def _forget_world(group: Group) -> None:
+    if group.transport.is_broken:
+        from .rendezvous import leave_at_once
+
+        leave_at_once()
     leave_boards(group)
     state.world = NON_MEMBER
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlparse
 
 import torch.distributed
@@ -36,7 +36,7 @@ from ..transport._mpi_library import import_mpi
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["leave_in_order", "open_store"]
+__all__ = ["leave_at_once", "leave_in_order", "open_store"]
 
 _log = logging.getLogger("pycomm")
 dist: Any = torch.distributed  # its stubs lack half of the names below
@@ -47,7 +47,7 @@ _RECORD_BYTES = 512
 _STAY_S = 5.0
 _kept: dict[tuple[int, str], Store] = {}
 _served: list[int] = []  # the process that serves a store; a child does not
-_leaving: list[Callable[[], None]] = []
+_leaving: _Leaving | None = None
 
 
 def open_store(
@@ -71,29 +71,38 @@ def open_store(
     return prefixed
 
 
-def leave_in_order(store: Store, launch: LaunchInfo, is_broken: Callable[[], bool]) -> None:
-    """Has this process tell the others at its end that it needs ``store`` no more; see the note on top of this file.
+class _Leaving(NamedTuple):
+    """How this process leaves the job that it joined last."""
 
-    Nobody stays for others in a group that by then ``is_broken``.
-    """
-    own, keys = os.getpid(), [f"left{rank}" for rank in range(launch.world_size)]
+    store: Store
+    keys: list[str]  # of all ranks
+    rank: int
+    pid: int
+    stays: bool
 
-    def leave() -> None:
-        if os.getpid() != own:
-            return
-        deadline = time.monotonic() + _STAY_S
-        with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-            store.set(keys[launch.rank], "1")
-            while own in _served and not is_broken() and not store.check(keys) and time.monotonic() < deadline:
-                time.sleep(2e-3)
 
-    _leaving.append(leave)
+def leave_in_order(store: Store, launch: LaunchInfo) -> None:
+    """Has this process tell the others at its end that it needs ``store`` no more; see the note on top of this file."""
+    global _leaving
+    keys = [f"left{rank}" for rank in range(launch.world_size)]
+    _leaving = _Leaving(store, keys, launch.rank, os.getpid(), os.getpid() in _served)
+
+
+def leave_at_once() -> None:
+    """Has it stay for nobody: its group is broken, and who is dead does not say that he leaves."""
+    global _leaving
+    _leaving = None if _leaving is None else _leaving._replace(stays=False)
 
 
 @atexit.register  # before init does so with finalize, which therefore comes first
 def _leave() -> None:
-    while _leaving:
-        _leaving.pop()()
+    if _leaving is None or _leaving.pid != os.getpid():
+        return
+    deadline = time.monotonic() + _STAY_S
+    with contextlib.suppress(RuntimeError):  # the store may have gone with its process
+        _leaving.store.set(_leaving.keys[_leaving.rank], "1")
+        while _leaving.stays and not _leaving.store.check(_leaving.keys) and time.monotonic() < deadline:
+            time.sleep(2e-3)
 
 
 def _find_store(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -212,3 +214,13 @@ def what_ranks_see(rank: int) -> tuple[int, int, int]:
 
 def test_ranks_by_argument() -> None:
     assert run_ranks(3, what_ranks_see, transport="torch") == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+
+
+def test_a_world_that_was_left_is_not_kept() -> None:
+    """Its descriptors and memory go with it, whoever tells the others at exit that this process has left."""
+    group = pycomm.init("torch", rank=0, world_size=1, store=dist.HashStore())
+    transport = weakref.ref(group.transport)
+    pycomm.finalize()
+    del group
+    gc.collect()
+    assert transport() is None
