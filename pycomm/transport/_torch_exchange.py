@@ -31,12 +31,6 @@ c10d: Any = torch._C._distributed_c10d  # which torch.distributed does not expor
 class FrameSwap:
     """``exchange_frames`` of one frame's memory, as an all-to-all of gloo's; what a call needs is made once.
 
-    [Note: who holds torch's group]
-    An error keeps the frames it passed through. Were one of them the last to hold torch's group, a thread of the user's
-    that ends with the interpreter would destroy it there. torch does so without Python's lock, and a thread that wants
-    that lock back at the end of the interpreter is ended in the middle of C++, which ends the process. So what waits
-    does not hold the group, and ``forget_group`` is called as the transport closes.
-
     It does what ``TorchTransport.run`` does with less Python: gloo's threads have put this thread's code out of the
     core's caches each time, so that a line of it takes several times what it takes in a loop.
     """
@@ -53,7 +47,7 @@ class FrameSwap:
         self._frames.insert(rank, frame)
         # A receive of gloo's takes what is shorter. What a rank keeps is not sent: the split of its own is 0.
         self._room = [0 if member == rank else most for member in range(peers + 1)]
-        self._start: Any = transport.group.alltoall_base
+        self._start = transport.group.alltoall_base
         self._options = c10d.AllToAllOptions()
         self._limit_s = -1.0  # in the options
         self._nbytes = -1  # of the last call, that there is what follows
@@ -81,10 +75,6 @@ class FrameSwap:
         transport.await_work(work, verb, limit_s)
         return self._frames
 
-    def forget_group(self) -> None:
-        """Lets go of torch's group; there are no more calls."""
-        self._start = None
-
 
 class PostedExchange:
     """Swaps frames of one size among ``ranks``, each of which makes one with the same, and then makes the same calls.
@@ -109,10 +99,10 @@ class PostedExchange:
         self, frame: torch.Tensor, verb: str, timeout_s: float | None, meanwhile: Meanwhile | None = None
     ) -> torch.Tensor:
         """As ``Transport.exchange``; ``meanwhile`` is called while the frames travel."""
-        own = self._own[self._turn]
+        group, own = self._transport.open_group(), self._own[self._turn]
         memmove(own.data_ptr(), frame.data_ptr(), frame.numel())  # torch lets go of Python's lock in each of its calls
         try:
-            self._sends[self._turn] = self._send(own)
+            self._sends[self._turn] = [group.send([own], peer, self._tag) for _, peer in self._peers]
         except RuntimeError as error:
             raise self._transport.error_of(error, verb, self._transport.timeout_s) from error
         self._turn = 1 - self._turn
@@ -134,10 +124,6 @@ class PostedExchange:
         memmove(self._frames.data_ptr() + self._place * frame.numel(), frame.data_ptr(), frame.numel())
         self._receives = self._post()
         return self._frames
-
-    def _send(self, own: torch.Tensor) -> list[Any]:
-        group = self._transport.open_group()
-        return [group.send([own], peer, self._tag) for _, peer in self._peers]
 
     def _post(self) -> list[Any]:
         group = self._transport.open_group()

@@ -119,7 +119,7 @@ class Posted(Request):
         self, doing: str, message: Message | None, transport: TorchTransport, finish: Callable[[Posted, float], None]
     ) -> None:
         self.source = -1 if message is None else message.peer
-        self.gloo: Any = transport.group if transport.is_gloo else None  # whose waits can be ended
+        self.gloo = transport.group if transport.is_gloo else None  # whose waits can be ended
         self._doing = doing
         self._message = message
         self._transport = transport
@@ -179,7 +179,6 @@ class Posted(Request):
                 self._error = self._transport.error_of(error, self._doing, limit_s, self.source)
         if self._message is not None and not self._message.is_sent and self.source >= 0:
             self._transport.watch.receive(self.source, self._message.tag)
-        self.gloo = None  # [Note: who holds torch's group] in _torch_exchange.py
         self._is_done = True
         self._ended.release()
 

@@ -255,8 +255,6 @@ class TorchTransport(WatchedTransport):
     def close(self) -> None:
         if self.group is not None:
             self.watch.close(self.calls)
-        if self._swap is not None:
-            self._swap.forget_group()
         self._swap = None
         self.group = None  # a gloo group of our own ends with its last reference
 
@@ -295,7 +293,6 @@ class TorchTransport(WatchedTransport):
                 return
         except (RuntimeError, ValueError) as error:
             raise self.error_of(error, doing or verb, limit_s) from error
-        del start  # [Note: who holds torch's group]
         self.await_work(work, doing or verb, limit_s)
 
     def await_work(self, work: Any, doing: str, limit_s: float) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,36 +102,6 @@ def lose_one_group_after_another(rank: int) -> None:
         pycomm.barrier()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     check_sum()
-
-
-def keep_errors_of_closed_groups(rank: int) -> None:
-    """Whoever keeps an error does not keep torch's group with it: it would be destroyed wherever the error is."""
-    frame = torch.zeros(64, dtype=torch.uint8)
-    calls: list[Callable[[pycomm.Group], object]] = [
-        lambda group: pycomm.all_reduce(torch.ones(10), group=group),
-        lambda group: pycomm.recv(torch.empty(10), 0, group),
-        lambda group: group.transport.barrier(0.05),
-        lambda group: group.transport.exchanger(frame.numel())(frame, "barrier", 0.05),
-    ]
-    for call in calls:
-        group = pycomm.new_group(range(RANKS), timeout=0.05)
-        if rank == 1:
-            with pytest.raises(pycomm.TransportError) as raised:
-                call(group)
-            gloo = group.transport.group
-            group.close()
-            deadline = time.monotonic() + 100.0
-            while (
-                held := sys.getrefcount(gloo)
-            ) > 2 and time.monotonic() < deadline:  # a message may end a little later
-                time.sleep(0.01)
-            assert held == 2, f"by this function and by {gc.get_referrers(gloo)}; {raised}"
-        pycomm.barrier()
-        group.close()
-
-
-def test_an_error_does_not_keep_the_group_of_torch() -> None:
-    run_ranks(RANKS, keep_errors_of_closed_groups, transport="torch")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
