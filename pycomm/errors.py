@@ -6,6 +6,8 @@ got; what to do about it. Mistakes of the caller raise before a byte moves.
 
 from __future__ import annotations
 
+import traceback
+
 __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
@@ -16,6 +18,7 @@ __all__ = [
     "PlanError",
     "PycommError",
     "TransportError",
+    "forget_locals",
 ]
 
 
@@ -59,3 +62,17 @@ class CollectiveTimeoutError(TransportError):
 
 class CheckpointError(PycommError):
     """A checkpoint is missing, damaged or does not fit."""
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clears the local variables of the calls that ``error`` ended, and of those of its causes.
+
+    For errors that leave the library: who keeps one, as a shell does, or a thread that dies of it, would keep the
+    tensors, handles and process groups of all these calls, and would be the one to destroy them.
+    """
+    cause: BaseException | None = error
+    cleared: list[BaseException] = []
+    while cause is not None and cause not in cleared:
+        traceback.clear_frames(cause.__traceback__)  # not of calls that still run
+        cleared.append(cause)
+        cause = cause.__cause__ or cause.__context__

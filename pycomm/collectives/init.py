@@ -212,7 +212,7 @@ def _start(launch: LaunchInfo, config: Config, store: Store | None, init_method:
     store = PrefixStore(f"init{_inits}", base)
     _inits += 1
     group = _join(store, launch, config)
-    if group.transport.name != "shm":  # which knows without a store who has left
+    if not group.transport.sees_who_leaves:
         leave_in_order(store, launch)
     return group
 

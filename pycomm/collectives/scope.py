@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import PycommError
+from ..errors import PycommError, forget_locals
 from ..transport import _wording as wording
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Turn(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         turns = self._turns
+        if isinstance(error, PycommError | KeyboardInterrupt):
+            forget_locals(error)  # while the turn lasts: who closes the group waits for its end
         try:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 turns.transport.abandon()  # the other ranks are in the middle of it, and would wait for this one

@@ -12,20 +12,11 @@ A receive from any rank learns the index from the frame, so a helper thread has 
 every later receive with that tag, as nobody knows which messages those from any rank will take.
 
 Messages between ranks that have agreed on their sizes go without a frame.
-
-[Note: the end of the interpreter]
-A thread that comes back from torch when the interpreter is being ended finds no Python: it is ended in the middle of
-C++, and that ends the process ("terminate called"). Ranks end together, so connections break at just that time. So at
-exit, after ``finalize``, what still waits is made to come back first: a receive that is out of time at once makes gloo
-end all waits of its group.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import math
-import queue
 import threading
 import time
 from collections import Counter
@@ -36,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, PycommError
+from ..errors import ConfigError, PycommError, forget_locals
 from . import _wording as wording
+from ._torch_waits import helpers
 from ._watch import Message, slices_s
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
@@ -50,63 +42,9 @@ _HEADER_BYTES = 16
 _FRAME_BYTES = 256
 _INLINE_BYTES = _FRAME_BYTES - _HEADER_BYTES
 _TAG_BITS = 15
-_DATA_TAGS = 1 << 30  # those of frames are below; gloo has 2^31
-EXCHANGE_TAG = 1 << 29  # and the next one: those of _torch_exchange.py
-_NEVER_SENT = EXCHANGE_TAG + 2
-
-
-class _Helpers:
-    """Threads that wait inside torch, so that nobody else has to: such a wait can be neither polled nor interrupted,
-    and to end it early ends gloo's connections. A thread that is done takes the next wait.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-        self._waiting: set[Posted] = set()
-        self.is_ending = False
-
-    def complete(self, posted: Posted) -> None:
-        """Completes ``posted`` in a thread that is free, or a new one."""
-        with self._lock:
-            self._waiting.add(posted)
-            is_one_idle = self._idle > 0
-            self._idle -= is_one_idle
-        if not is_one_idle:
-            threading.Thread(target=self._work, name="pycomm-message", daemon=True).start()
-        self._jobs.put(posted)
-
-    def _work(self) -> None:
-        while True:
-            posted = self._jobs.get()
-            posted.complete()
-            with self._lock:
-                self._waiting.discard(posted)
-                if self._idle >= _MOST_IDLE:
-                    return
-                self._idle += 1
-            del posted  # and the memory that it keeps
-
-    def end(self) -> None:
-        """Makes all threads come back from torch; see [Note: the end of the interpreter]."""
-        self.is_ending = True
-        with self._lock:
-            groups = {id(posted.gloo): posted.gloo for posted in self._waiting if posted.gloo is not None}
-        for group in groups.values():
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                group.recv([nothing], (group.rank() + 1) % group.size(), _NEVER_SENT).wait(timedelta(milliseconds=1))
-        deadline = time.monotonic() + _END_S
-        while self._waiting and time.monotonic() < deadline:
-            time.sleep(1e-3)
-
-
-_MOST_IDLE = 8
-_END_S = 5.0
 _LONGEST_S = 30 * 24 * 3600.0
-_helpers = _Helpers()
-atexit.register(_helpers.end)
+_DATA_TAGS = 1 << 30  # those of frames are below; gloo has 2^31
+EXCHANGE_TAG = 1 << 29  # and the next one: those of _torch_exchange.py; then NEVER_SENT_TAG of _torch_waits.py
 
 
 class Posted(Request):
@@ -119,7 +57,7 @@ class Posted(Request):
         self, doing: str, message: Message | None, transport: TorchTransport, finish: Callable[[Posted, float], None]
     ) -> None:
         self.source = -1 if message is None else message.peer
-        self.gloo = transport.group if transport.is_gloo else None  # whose waits can be ended
+        self.gloo: Any = transport.group if transport.is_gloo else None  # whose waits can be ended
         self._doing = doing
         self._message = message
         self._transport = transport
@@ -145,11 +83,7 @@ class Posted(Request):
             if not is_long:
                 is_long = True
                 self._transport.watch.start_wait()
-            try:
-                self._transport.check(self._doing, self._message)
-            except PycommError:
-                if not self._is_done:  # the peer may have gone because it was done with this one, too
-                    raise
+            self._transport.check(self._doing, self._message, lambda: self._is_done)
         self._raise_or_true()
 
     def settle(self) -> None:
@@ -158,7 +92,7 @@ class Posted(Request):
     def _start(self) -> None:
         if not self._is_started:
             self._is_started = True
-            _helpers.complete(self)
+            helpers.complete(self)
 
     def _has_ended(self, left_s: float) -> bool:
         if not self._is_done and self._ended.acquire(timeout=max(left_s, 0.0)):
@@ -171,14 +105,16 @@ class Posted(Request):
         try:
             self._finish(self, limit_s)
         except PycommError as error:
+            forget_locals(error)
             self._error = error
         except RuntimeError as error:
-            if _helpers.is_ending:  # nobody is there to be told
+            if helpers.is_ending:  # nobody is there to be told
                 self._error = wording.used_closed(self._transport.place(self._doing))
             else:
                 self._error = self._transport.error_of(error, self._doing, limit_s, self.source)
         if self._message is not None and not self._message.is_sent and self.source >= 0:
             self._transport.watch.receive(self.source, self._message.tag)
+        self._finish, self.gloo = _finish_nothing, None  # [Note: the end of the interpreter] in _torch_waits.py
         self._is_done = True
         self._ended.release()
 
@@ -186,6 +122,10 @@ class Posted(Request):
         if self._error is not None:
             raise self._error
         return True
+
+
+def _finish_nothing(_: Posted, left_s: float) -> None:
+    """What a message does that is complete."""
 
 
 class _Messages:

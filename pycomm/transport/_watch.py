@@ -82,6 +82,11 @@ class Message(NamedTuple):
     tag: int
     order: int = -1  # of a receive
 
+    @classmethod
+    def undelivered(cls, peer: int) -> Message:
+        """One that has not come to ``peer``, whatever it says."""
+        return cls(peer, 0, 1 << 62)  # more than are ever sent
+
     @property
     def is_sent(self) -> bool:
         """Whether this rank is the one that sends it."""
@@ -203,7 +208,7 @@ class Watch:
 
         What is still awaited from ``peer`` will not come.
         """
-        lost = None if peer < 0 else Message(peer, 0, _NEVER)
+        lost = None if peer < 0 else Message.undelivered(peer)
         deadline = time.monotonic() + _SUSPICION_S
         self.start_wait()
         while time.monotonic() < deadline:
@@ -308,7 +313,6 @@ class Watch:
 
 
 _TAGS = 1 << 15  # all of gloo's; over MPI a program may use a new one in each step, for ever
-_NEVER = 1 << 62  # more messages than are ever sent
 _OUT_OF_SIGHT = -1
 _GONE = -2  # had ended before it could be looked up
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import _wording as wording
@@ -38,10 +39,13 @@ class WatchedTransport(Transport):
         request: Request = self._messages.irecv(flat, peer, tag)
         return request
 
-    def check(self, doing: str, message: Message | None = None) -> None:
-        """Looks around once in a long wait, for ``message`` or in a collective: raises what broke the group."""
+    def check(self, doing: str, message: Message | None, is_done: Callable[[], bool]) -> None:
+        """Looks around once in a long wait, for ``message`` or in a collective: raises what broke the group.
+
+        ``is_done`` is asked last: a peer may have gone because it was done with this call, too.
+        """
         failure = self.watch.look(self.calls, message)
-        if failure is not None:
+        if failure is not None and not is_done():
             raise self.failed(doing, failure)
 
     def check_whole(self, doing: str) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import ConfigError, PeerLostError, TransportError
+from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
 from . import _wording as wording
 from ._mpi_frames import FrameSwap, FrameSwaps, frame_bytes_for
@@ -325,12 +325,7 @@ class MpiTransport(WatchedTransport):
                 if next_look_s == SLICE_S:
                     self.watch.start_wait()
                 next_look_s = waited_s + SLICE_S
-                try:
-                    self.check(doing, message)
-                except PeerLostError:
-                    if is_done():  # the peer may have gone because it was done with this one, too
-                        return
-                    raise
+                self.check(doing, message, is_done)
             if waited_s > limit_s:
                 if message is None:
                     self.watch.announce("timeout", self.rank)

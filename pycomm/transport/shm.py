@@ -58,6 +58,7 @@ class ShmTransport(Transport):
     compares_calls = True
     messages_are_free = True
     scatters_in_place = True
+    sees_who_leaves = True
 
     def __init__(
         self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float

@@ -30,6 +30,7 @@ from ._deaf_sockets import deafen, listening_sockets
 from ._patience import Patience
 from ._torch_exchange import FrameSwap, PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages, timeout_of
+from ._torch_waits import given_up
 from ._watch import Watch, first_slice_s, slices_s
 from ._watched import WatchedTransport
 from .base import FRAME_HEADER_BYTES
@@ -103,7 +104,7 @@ class TorchTransport(WatchedTransport):
         """Joins the members of ``group``, a ProcessGroup or a Backend of torch.
 
         ``store`` is where groups made by ``split`` meet. ``host`` is the address that gloo binds to, None for torch's
-        choice. ``watch`` sees the members' processes.
+        choice. ``watch`` sees the members' processes; a group without one is the caller's own, and stays as it is.
         """
         self.group = group
         self.rank = int(group.rank())
@@ -113,12 +114,14 @@ class TorchTransport(WatchedTransport):
         self.devices = frozenset(self.backends)
         self._store = store
         self._host = host
+        self._is_callers = watch is None
         self.watch = Watch.nobody(self.rank) if watch is None else watch
         self.is_gloo = self.backends.get("cpu") == "gloo"
         # One trip of what fits costs less than the ring of gloo's own all_reduce and a comparison before it. Beyond, it
         # costs more that each rank sends all it has to every other one.
         self.frame_bytes = max(1024, FRAME_HEADER_BYTES + _MOST_FRAMED_BYTES // max(1, self.world_size - 1) // 64 * 64)
         self._swap: FrameSwap | None = None
+        self._exchanges: list[PostedExchange] = []
         self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
         self._messages: FramedMessages | PlainMessages = FramedMessages(self) if self.is_gloo else PlainMessages(self)
@@ -159,10 +162,15 @@ class TorchTransport(WatchedTransport):
         return self._swap(nbytes, verb, timeout_s)
 
     def exchanger(self, nbytes: int) -> Exchange:
-        return PostedExchange(self, range(self.world_size), nbytes) if self.is_gloo else self.exchange
+        return self._post_exchange(range(self.world_size), nbytes) if self.is_gloo else self.exchange
 
     def exchanger_among(self, ranks: Sequence[int], nbytes: int) -> ExchangeAmong:
-        return PostedExchange(self, ranks, nbytes, _AMONG) if self.is_gloo else super().exchanger_among(ranks, nbytes)
+        return self._post_exchange(ranks, nbytes, _AMONG) if self.is_gloo else super().exchanger_among(ranks, nbytes)
+
+    def _post_exchange(self, ranks: Sequence[int], nbytes: int, kind: int = 0) -> PostedExchange:
+        exchange = PostedExchange(self, ranks, nbytes, kind)
+        self._exchanges.append(exchange)
+        return exchange
 
     def _buffers_of(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what ``exchange`` sends and receives, kept from one call to the next."""
@@ -255,6 +263,10 @@ class TorchTransport(WatchedTransport):
     def close(self) -> None:
         if self.group is not None:
             self.watch.close(self.calls)
+            if not self._is_callers:
+                given_up.end(self.group)
+        for exchange in self._exchanges:
+            exchange.close()
         self._swap = None
         self.group = None  # a gloo group of our own ends with its last reference
 
@@ -297,11 +309,15 @@ class TorchTransport(WatchedTransport):
 
     def await_work(self, work: Any, doing: str, limit_s: float) -> None:
         """Waits for gloo in slices: between them Python handles signals, and this rank looks who lives."""
-        slice_s = min(limit_s, first_slice_s())
+        slice_s, group = min(limit_s, first_slice_s()), self.group  # which a signal handler may close
         try:
-            work.wait(timeout_of(slice_s))
-        except RuntimeError:  # the end of the slice, or what the next wait raises again
-            self._await_long(work, doing, limit_s, limit_s - slice_s)
+            try:
+                work.wait(timeout_of(slice_s))
+            except RuntimeError:  # the end of the slice, or what the next wait raises again
+                self._await_long(work, doing, limit_s, limit_s - slice_s)
+        except BaseException:
+            given_up.keep(work, group)
+            raise
 
     def _await_long(self, work: Any, doing: str, limit_s: float, left_s: float) -> None:
         deadline, slices = time.monotonic() + left_s, slices_s()
@@ -312,7 +328,7 @@ class TorchTransport(WatchedTransport):
                 if is_first:
                     is_first = False
                     self.watch.start_wait()
-                self.check(doing)
+                self.check(doing, None, work.is_completed)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break

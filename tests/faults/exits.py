@@ -64,11 +64,11 @@ def watch(how: str, ranks: dict[int, int]) -> None:
 def run_off(how: str, rank: int) -> None:
     """Leaves calls under way."""
     if how == "dropped":
-        for _ in range(10):
-            pycomm.all_reduce(torch.ones(NUMEL), async_op=True)
         pycomm.isend(torch.ones(NUMEL), 1 - rank)
         pycomm.irecv(torch.ones(NUMEL), 1 - rank)
         pycomm.irecv(torch.ones(3), 1 - rank, tag=9)  # which nobody sends
+        for _ in range(10):  # after them: once these are done, the other rank may leave
+            pycomm.all_reduce(torch.ones(NUMEL), async_op=True)
     elif how == "stream":  # of the last item the other rank knows nothing
         stream = pycomm.CommStream("gradients")
         works.extend(stream.all_reduce(torch.ones(10 * NUMEL)) for _ in range(10 + (rank == 0)))

@@ -36,6 +36,7 @@ class Stream : Progress::Outside {
                        group_.all_reduce(data.data(), data.data(), call_of(Verb::kAllReduce, numel));
                        expect(data == sum, "a sum on a stream");
                        if (segment == 0) then();
+                       ++moves;
                      }});
     return number;
   }
@@ -48,6 +49,7 @@ class Stream : Progress::Outside {
 
   Progress progress;
   std::vector<float> moved;
+  std::atomic<std::size_t> moves{0};  // of which ``then`` has been called
   std::vector<Progress::Ended> ended;
 
  private:
@@ -74,7 +76,7 @@ void move_in_one_order(int rank, Group& world) {
   Stream stream(world);
   std::atomic<std::uint64_t> urgent{0};
   stream.submit(0, 5, kSegmentNumel, [&] { urgent = stream.submit(9, 1, 1); });
-  while (urgent == 0) std::this_thread::yield();  // all ranks submit in one order
+  while (stream.moves < 3) std::this_thread::yield();  // what comes next might overtake, too
   for (int i = 0; i < 30; ++i) {
     if (rank == i % 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     stream.submit(i % 3, 1 + i % 4, i % 5 == 0 ? kSegmentNumel : 1);
@@ -85,7 +87,7 @@ void move_in_one_order(int rank, Group& world) {
   std::vector<float> first = stream.moved;
   world.broadcast(first.data(), call_of(Verb::kBroadcast, first.size()));
   expect(first == stream.moved, "all ranks move the same in one order");
-  expect(urgent == 2 && stream.moved[0] == 100 && stream.moved[1] == 200, "the urgent overtakes");
+  expect(urgent == 2 && stream.moved[0] == 100 && stream.moved[1] == 200 && stream.moved[2] == 101, "the urgent overtakes");
   const Progress::Moved moved = stream.progress.take_moved();
   expect(moved.ns > 0 && moved.bytes == stream.moved.size() * kOneAGrant, "what was moved is counted");
 }
