@@ -59,16 +59,20 @@ void bind_group(py::module_& m) {
              g.reduce(pointer(output), pointer(input), make_call(Verb::kReduce, numel, dtype, op, factor, root, timeout_s));
            }, NoGil())
       .def("reduce_scatter",
-           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
-             g.reduce_scatter(pointer(output), pointer(input), make_call(Verb::kReduceScatter, numel, dtype, op, factor, 0, timeout_s));
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, std::size_t row, int dtype, int op, double factor, double timeout_s) {
+             Call call = make_call(Verb::kReduceScatter, numel, dtype, op, factor, 0, timeout_s);
+             call.row = row;
+             g.reduce_scatter(pointer(output), pointer(input), call);
            }, NoGil())
       .def("broadcast",
            [](Group& g, std::uintptr_t data, std::size_t numel, int dtype, int root, double timeout_s) {
              g.broadcast(pointer(data), make_call(Verb::kBroadcast, numel, dtype, 0, 1, root, timeout_s));
            }, NoGil())
       .def("all_gather",
-           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, double timeout_s) {
-             g.all_gather(pointer(output), pointer(input), make_call(Verb::kAllGather, numel, dtype, 0, 1, 0, timeout_s));
+           [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, std::size_t row, int dtype, double timeout_s) {
+             Call call = make_call(Verb::kAllGather, numel, dtype, 0, 1, 0, timeout_s);
+             call.row = row;
+             g.all_gather(pointer(output), pointer(input), call);
            }, NoGil())
       .def("gather",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int root, double timeout_s) {

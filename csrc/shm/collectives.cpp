@@ -238,10 +238,13 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
+  const auto row = [&, apart = call.row > 0 ? call.row * item : bytes](std::size_t r) { return bytes_of(input) + r * apart; };
   // In place the lines have just been read: to write them past the caches would throw them out.
-  const bool is_in_place = output == bytes_of(input) + mine * bytes;
+  const bool is_in_place = output == row(mine);
   if (fits_slot(n * bytes)) {
-    exchange(call, input, n * bytes);
+    for (std::size_t r = 0; bytes > 0 && r < n; ++r) put(payload(rank_, n * bytes) + r * bytes, row(r), bytes);
+    publish(call);
+    meet(call, n * bytes);
     load_factors(call);
     for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, n * bytes) + mine * bytes;
     return reduce_from(output, inputs_.data(), call.numel, call);
@@ -250,11 +253,11 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
       call, bytes, n, /*has_met=*/false,
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
-          if (r != mine) put(part(rank_, r), bytes_of(input) + r * bytes + offset, length);
+          if (r != mine) put(part(rank_, r), row(r) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
-        for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? bytes_of(input) + mine * bytes + offset : part(r, mine);
+        for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? row(mine) + offset : part(r, mine);
         reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, n * bytes >= kStreamOutputFrom && !is_in_place);
       });
 }
@@ -282,8 +285,8 @@ void Group::broadcast(void* data, const Call& call) {
 
 void Group::all_gather(void* output, const void* input, const Call& call) {
   const Entry entry(*this, call);
-  const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
-  const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
+  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
+  const auto block = [&, apart = call.row > 0 ? call.row * item : bytes](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * apart; };
   if (fits_slot(bytes)) {
     exchange(call, input, bytes);
     for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);

@@ -26,7 +26,7 @@ __all__ = ["DEFAULT_RULES", "Choice", "Selector", "load_table"]
 
 DEFAULT_RULES = parse_rules(
     """
-    all_reduce  mixed  *  *  *  native
+    *  mixed  *  *  *  native
     *  mixed  *  2-  *  hierarchical
     all_reduce  mpi  2-4  1  16MiB-  ring
     *  *  *  *  *  native

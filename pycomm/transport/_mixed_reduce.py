@@ -23,48 +23,17 @@ the same, as a rank may end after the call, and with it all before it: they leav
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
 from ..ops.reduce import reduce_
 from ..types import ReduceOp
+from ._mixed_column import Column, shard_numel
 from ._turns import WINDOW, Rounds, left_s, run_in_turns
-from .base import FIRST_OWN_TAG, Request, Transport
+from .base import FIRST_OWN_TAG, Request
 
-__all__ = ["ColumnReduce", "ColumnReduction"]
-
-_SHARD_BYTES = 512 << 10, 1 << 20  # of a segment: at least and at most
-_SEGMENTS = 16  # where the bounds allow it
-
-
-class _Start(Protocol):
-    def __call__(self, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Request: ...
-
-
-class ColumnReduce:
-    """What the all_reduces of one rank share. Keeps its memory between calls."""
-
-    def __init__(self, inner: Transport, column: Sequence[int], host: int, start: _Start) -> None:
-        """``column`` are the ranks, one a host, that hold this one's shard, itself at index ``host``.
-
-        ``start`` begins a message to or from one of them; tags are those of messages of agreed size.
-        """
-        self.inner = inner
-        self.host = host
-        self.others = [(index, rank) for index, rank in enumerate(column) if index != host]
-        self.start = start
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def turns(self, dtype: torch.dtype, numel: int, number: int) -> list[_Turn]:
-        """Returns memory for ``number`` segments under way, with shards of ``numel``."""
-        hosts = 1 + len(self.others)
-        nbytes = number * (2 * numel + hosts * -(-numel // hosts)) * dtype.itemsize
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return [_Turn(memory, numel, self.host, hosts) for memory in self._memory[:nbytes].view(dtype).chunk(number)]
+__all__ = ["ColumnReduction"]
 
 
 class _Turn:
@@ -74,6 +43,11 @@ class _Turn:
         self._memory, self._host, self._hosts = memory, host, hosts
         self.sent: list[Request] = []
         self.lay_out(numel)
+
+    @staticmethod
+    def memory_numel(numel: int, hosts: int) -> int:
+        """Returns the elements of the memory of a shard of ``numel``."""
+        return 2 * numel + hosts * -(-numel // hosts)
 
     def lay_out(self, numel: int) -> None:
         """Makes it the memory of a shard of ``numel``, no longer than the first."""
@@ -90,9 +64,7 @@ class _Turn:
 class ColumnReduction:
     """One all_reduce: ``output (numel,)`` = the reduction of every rank's ``input (numel,)`` by ``op``, not AVG."""
 
-    def __init__(
-        self, column: ColumnReduce, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float
-    ) -> None:
+    def __init__(self, column: Column, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float) -> None:
         self._column, self._inner = column, column.inner
         self._op, self._factor = op, factor
         local = self._inner.world_size
@@ -100,12 +72,15 @@ class ColumnReduction:
         tail = torch.zeros(local, dtype=input.dtype)  # what no equal shards can be made of, in memory of its own
         tail[: input.numel() - even] = input[even:]
         self._rest, self._tail = output[even:], tail
-        numel = _shard_numel(even // local, input.itemsize)
+        numel = shard_numel(even // local, input.itemsize)
         halves = (torch.split(flat[:even], local * numel) for flat in (output, input))
         self._segments = list(zip(*halves)) if even else []
         if even < input.numel():
             self._segments.append((tail, tail))
-        self._turns = column.turns(input.dtype, numel, min(WINDOW, len(self._segments)))
+        memory = column.take(
+            min(WINDOW, len(self._segments)), _Turn.memory_numel(numel, column.hosts), dtype=input.dtype
+        )
+        self._turns = [_Turn(memory, numel, column.host, column.hosts) for memory in memory]
         self._has_begun = False
 
     def begin(self, timeout_s: float) -> None:
@@ -128,12 +103,7 @@ class ColumnReduction:
             deadline,
         )
         oldest = len(self._segments) % len(turns)
-        sent = [request for turn in turns[oldest:] + turns[:oldest] for request in turn.sent]
-        last = len(sent) - len(self._column.others)
-        for request in sent[last:]:  # see [Note: sends are not waited for]
-            request.wait(left_s(deadline))
-        for request in sent[:last]:
-            request.settle()
+        self._column.end([request for turn in turns[oldest:] + turns[:oldest] for request in turn.sent], deadline)
         self._rest.copy_(self._tail[: self._rest.numel()])
 
     def _reduce(
@@ -162,13 +132,3 @@ class ColumnReduction:
 
     def _add_up(self, turn: _Turn, input: torch.Tensor, timeout_s: float) -> None:
         self._inner.reduce_scatter_single(turn.shard, input, self._op, self._factor, timeout_s)
-
-
-def _shard_numel(numel: int, itemsize: int) -> int:
-    """Returns the elements of a segment's shard, where a rank's shards are ``numel`` in all.
-
-    Long ones spare cores that carry the TCP as well, short ones are sooner on their way. Between two hosts at 1 Gbit/s,
-    16 MiB took 1.10 of bytes / rate in 16 segments, 1.12 in 8; 64 MiB took 139 ms of each rank's core in 64, 108 in 32.
-    """
-    least, most = (nbytes // itemsize for nbytes in _SHARD_BYTES)
-    return max(1, min(numel, most, max(least, numel // _SEGMENTS)))

@@ -91,6 +91,9 @@ class Transport(ABC):
 
     ``scatters_in_place`` says that the output of its own reduce_scatter may be this rank's part of the input.
 
+    ``takes_rows`` says that the whole buffer of its own all_gather and reduce_scatter may also be
+    ``(world_size, numel)``, whose rows lie apart.
+
     ``sees_who_leaves`` says that no rank looks into the store in which they met for who has left.
 
     ``frame_bytes`` is the length of the frames that ``exchange_frames`` swaps; a multiple of 64. Equal on all ranks.
@@ -109,6 +112,7 @@ class Transport(ABC):
     messages_are_free: bool = False
     scatters_in_place: bool = False
     sees_who_leaves: bool = False
+    takes_rows: bool = False
     calls: int = 0  # collectives that the ranks have agreed on by ``exchange``
     group_name: str = "?"  # as errors call the group
     pid: int  # of the process that is this rank; a forked child is none

@@ -1,7 +1,8 @@
 """Several hosts: shared memory carries what stays on a host, MPI or gloo what leaves it.
 
-Messages go by the peer's host. all_reduce over hosts of equal size is composed of both (``_mixed_reduce.py``); the
-other collectives run as plans, which know the hosts: `hierarchical` sends no byte to another host that it need not.
+Messages go by the peer's host. Over hosts of equal size all_reduce (``_mixed_reduce.py``), all_gather and
+reduce_scatter (``_mixed_shards.py``) are composed of both; the other collectives run as plans, which know the hosts:
+`hierarchical` sends no byte to another host that it need not.
 
 [Note: messages from any rank]
 A receive from any rank would have to wait on two transports, and to be withdrawn from one when the other has the
@@ -28,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -35,10 +37,11 @@ import torch
 from ..errors import CollectiveTimeoutError, PeerLostError, PycommError, TransportError
 from ..topology import Topology, detect_launch
 from ..types import ReduceOp
-from . import ConnectSpec
+from . import ConnectSpec, _mixed_shards
 from . import connect as connect_by
 from ._host_frames import HostFrames
-from ._mixed_reduce import ColumnReduce, ColumnReduction
+from ._mixed_column import Column
+from ._mixed_reduce import ColumnReduction
 from ._watched import WatchedTransport
 from ._wording import Remembered
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request, Transport
@@ -67,6 +70,7 @@ class MixedTransport(Transport):
         self.rank = outer.rank
         self.world_size = outer.world_size
         self.devices = inner.devices & outer.devices
+        self.scatters_in_place = inner.scatters_in_place
         self._timeout_s = outer.timeout_s
         self._neighbours = topology.hosts[topology.host_of(self.rank)]
         self._local = {rank: index for index, rank in enumerate(self._neighbours)}
@@ -77,9 +81,11 @@ class MixedTransport(Transport):
         if len(set(map(len, topology.hosts))) == 1:  # else the ranks' shards do not match; a plan finds how they do
             column = [ranks[inner.rank] for ranks in topology.hosts]
             host = topology.host_of(self.rank)
-            self._column = ColumnReduce(inner, column, host, self._start_outside)
+            self._column = Column(inner, column, host, self._start_outside)
             self._frames = HostFrames(inner, outer, topology, column, self.frame_bytes)
             self.native = frozenset({"all_reduce"})
+            if inner.takes_rows and [*chain(*topology.hosts)] == [*range(self.world_size)]:  # a host's block is one
+                self.native |= {"all_gather_single", "reduce_scatter_single"}
 
     @property
     def timeout_s(self) -> float:
@@ -145,7 +151,8 @@ class MixedTransport(Transport):
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
-        return verb in self.native and self.inner.supports("reduce_scatter_single", dtype, op)
+        needed = "all_gather_single" if verb == "all_gather_single" else "reduce_scatter_single"
+        return verb in self.native and self.inner.supports(needed, dtype, op)
 
     def all_reduce(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
@@ -162,17 +169,37 @@ class MixedTransport(Transport):
         timeout_s: float | None,
     ) -> None:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        is_average, its_op = op is ReduceOp.AVG, op
-        if is_average and input.itemsize < 4:  # divided first, as plans do it, so that the sum does not overflow
-            is_average, its_op, factor = False, ReduceOp.PREMUL_SUM, 1.0 / self.world_size
-        its_op = ReduceOp.SUM if is_average else its_op
-        reduction = ColumnReduction(self._column, output, input, its_op, factor)
+        its_op, its_factor = self._as_sum(op, factor, input.itemsize)
+        reduction = ColumnReduction(self._column, output, input, its_op, its_factor)
         if agree is not None:
             agree(partial(reduction.begin, limit_s))
         with self.ending_both():
             reduction.run(limit_s)
-        if is_average:
+        if op is ReduceOp.AVG and its_op is ReduceOp.SUM:
             output.div_(self.world_size)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
+    ) -> None:
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        its_op, its_factor = self._as_sum(op, factor, input.itemsize)
+        with self.ending_both():
+            _mixed_shards.reduce_scatter(self._column, output, input, its_op, its_factor, limit_s)
+        if op is ReduceOp.AVG and its_op is ReduceOp.SUM:
+            output.div_(self.world_size)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        with self.ending_both():
+            _mixed_shards.all_gather(self._column, output, input, limit_s)
+
+    def _as_sum(self, op: ReduceOp, factor: float, itemsize: int) -> tuple[ReduceOp, float]:
+        """Returns what an average is until it is divided: 16- and 8-bit floats are divided first, as plans do it, so
+        that their sum does not overflow.
+        """
+        if op is not ReduceOp.AVG:
+            return op, factor
+        return (ReduceOp.PREMUL_SUM, 1.0 / self.world_size) if itemsize < 4 else (ReduceOp.SUM, factor)
 
     # -- point to point -----------------------------------------------------------------------------------------------
 

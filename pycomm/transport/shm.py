@@ -59,6 +59,7 @@ class ShmTransport(Transport):
     messages_are_free = True
     scatters_in_place = True
     sees_who_leaves = True
+    takes_rows = True
 
     def __init__(
         self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float
@@ -176,7 +177,14 @@ class ShmTransport(Transport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
         self._group.reduce_scatter(
-            output.data_ptr(), input.data_ptr(), output.numel(), _DTYPES[input.dtype], int(op), factor, timeout_s or 0.0
+            output.data_ptr(),
+            input.data_ptr(),
+            output.numel(),
+            _row(input),
+            _DTYPES[input.dtype],
+            int(op),
+            factor,
+            timeout_s or 0.0,
         )
 
     def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
@@ -184,7 +192,7 @@ class ShmTransport(Transport):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
         self._group.all_gather(
-            output.data_ptr(), input.data_ptr(), input.numel(), _DTYPES[input.dtype], timeout_s or 0.0
+            output.data_ptr(), input.data_ptr(), input.numel(), _row(output), _DTYPES[input.dtype], timeout_s or 0.0
         )
 
     def all_to_all_single(
@@ -257,6 +265,11 @@ class _ShmRequest(Request):
     def wait(self, timeout_s: float | None = None) -> None:
         timeout_s = self._transport.timeout_s if timeout_s is None else timeout_s
         self._transport._group.wait(self._message, timeout_s)
+
+
+def _row(whole: torch.Tensor) -> int:
+    """Returns how many elements the rows of a buffer lie apart, 0 for a flat one."""
+    return 0 if whole.dim() == 1 else whole.stride(0)
 
 
 def connect(spec: ConnectSpec) -> ShmTransport:

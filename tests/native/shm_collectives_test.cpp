@@ -37,6 +37,12 @@ void reductions(int rank, Group& world, std::size_t numel) {
   const std::vector<float> wide = input_of(rank, n * numel);
   world.reduce_scatter(output.data(), wide.data(), call_of(Verb::kReduceScatter, numel));
   expect(output == sum_of(ranks, numel, static_cast<std::size_t>(rank) * numel), named("reduce_scatter", rank, numel));
+  const std::size_t row = numel + 3;
+  const std::vector<float> apart = input_of(rank, n * row);
+  Call call = call_of(Verb::kReduceScatter, numel);
+  call.row = row;
+  world.reduce_scatter(output.data(), apart.data(), call);
+  expect(output == sum_of(ranks, numel, static_cast<std::size_t>(rank) * row), named("reduce_scatter of rows", rank, numel));
 }
 
 void moves(int rank, Group& world, std::size_t numel) {
@@ -50,6 +56,14 @@ void moves(int rank, Group& world, std::size_t numel) {
   expect(output == input_of(root, numel), named("broadcast", rank, numel));
   world.all_gather(gathered.data(), input.data(), call_of(Verb::kAllGather, numel));
   expect(gathered == all, named("all_gather", rank, numel));
+  const std::size_t row = numel + 3;
+  std::vector<float> apart(n * row, -1), rows = apart;
+  for (std::size_t r = 0; r < n; ++r)
+    for (std::size_t i = 0; i < numel; ++i) rows[r * row + i] = value(static_cast<int>(r), i);
+  Call call = call_of(Verb::kAllGather, numel);
+  call.row = row;
+  world.all_gather(apart.data(), input.data(), call);
+  expect(apart == rows, named("all_gather into rows", rank, numel));
   gathered.assign(n * numel, 0);
   world.gather(rank == root ? gathered.data() : nullptr, input.data(), call_of(Verb::kGather, numel, root));
   expect(gathered == (rank == root ? all : std::vector<float>(n * numel)), named("gather", rank, numel));

@@ -15,8 +15,9 @@ import torch
 from pycomm import CollectiveTimeoutError
 from pycomm.algorithms.executor import FIRST_TAG
 from pycomm.topology import Topology
-from pycomm.transport import _mixed_reduce, mixed
-from pycomm.transport._mixed_reduce import ColumnReduce, ColumnReduction
+from pycomm.transport import _mixed_column, _mixed_shards, mixed
+from pycomm.transport._mixed_column import Column
+from pycomm.transport._mixed_reduce import ColumnReduction
 from pycomm.transport.base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 from pycomm.transport.local import LocalTransport, LocalWorld
 from pycomm.types import ReduceOp
@@ -82,12 +83,13 @@ class Alone:
     """A host of one rank."""
 
     world_size = 1
+    rank = 0
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, *_: Any) -> None:
-        output.copy_(input)
+        output.copy_(input.view(-1))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, *_: Any) -> None:
-        output.copy_(input)
+        output.view(-1).copy_(input)
 
 
 class Sent(Request):
@@ -124,11 +126,11 @@ class Awaited(Request):
 
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_what_was_sent_is_kept_until_it_has_arrived(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory and its handle, in many segments; and the sums are right."""
-    monkeypatch.setattr(_mixed_reduce, "_SHARD_BYTES", (64, 64))
+    """Its memory and its handle, in many segments; and the results are right."""
+    monkeypatch.setattr(_mixed_column, "_SHARD_BYTES", (64, 64))
     cables: defaultdict[Any, queue.Queue[weakref.ref[Sent]]] = defaultdict(queue.Queue)
 
-    def run(host: int) -> list[torch.Tensor]:
+    def run(host: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         def start(flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Request:
             if not is_send:
                 return Awaited(flat, cables[peer, host, tag])
@@ -136,15 +138,26 @@ def test_what_was_sent_is_kept_until_it_has_arrived(hosts: int, monkeypatch: pyt
             cables[host, peer, tag].put(weakref.ref(message))
             return message
 
-        column = ColumnReduce(Alone(), range(hosts), host, start)  # type: ignore[arg-type]
-        found = []
-        for numel in (1, 7, 16 * 23 + 5, 16 * 9):
-            flat = torch.arange(numel, dtype=torch.float32) * (host + 1)
-            ColumnReduction(column, flat, flat, ReduceOp.SUM, 1.0).run(60.0)
-            found.append(flat)
-        return found
+        column = Column(Alone(), range(hosts), host, start)  # type: ignore[arg-type]
+        results = []
+        for numel in (0, 1, 7, 16 * 23 + 5, 16 * 9):
+            ramp, whole = torch.arange(numel, dtype=torch.float32), torch.empty(hosts * numel)
+            _mixed_shards.all_gather(column, whole, ramp * (host + 1), 60.0)
+            results.append((whole, torch.cat([ramp * (each + 1) for each in range(hosts)])))
+            total = hosts * (hosts + 1) / 2
+            flat = ramp * (host + 1)
+            if numel:
+                ColumnReduction(column, flat, flat, ReduceOp.SUM, 1.0).run(60.0)
+                results.append((flat, ramp * total))
+            wide = torch.arange(hosts * numel, dtype=torch.float32)
+            mine = wide[host * numel :][:numel]
+            expected = mine * total
+            wide *= host + 1
+            _mixed_shards.reduce_scatter(column, mine, wide, ReduceOp.SUM, 1.0, 60.0)  # in place
+            results.append((mine, expected))
+        return results
 
     with ThreadPoolExecutor(hosts) as pool:
-        for found in pool.map(run, range(hosts)):
-            for flat in found:
-                assert torch.equal(flat, torch.arange(flat.numel()) * float(sum(range(1, hosts + 1))))
+        for results in pool.map(run, range(hosts)):
+            for found, expected in results:
+                assert torch.equal(found, expected)
