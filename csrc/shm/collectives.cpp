@@ -67,7 +67,7 @@ void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, b
     fill(part, offset, bytes);
     publish_window(window_);
     if (!has_met) {
-      publish(call);
+      publish(call, Places{});
       meet(call);
       has_met = true;
     }
@@ -249,8 +249,24 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
     for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, n * bytes) + mine * bytes;
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
+  const bool is_streamed = n * bytes >= kStreamOutputFrom && !is_in_place;
+  const std::size_t whole = static_cast<std::size_t>(row(n - 1) - row(0)) + bytes;
+  const Place place = setup_.heaps->place(input, whole);
+  const bool has_met = place != 0;
+  if (has_met) {
+    publish(call, {place, place});
+    meet(call);
+    if (count_shared() == ranks_) {  // each reads the part that is its own from the inputs themselves
+      load_factors(call);
+      for (int r = 0; r < ranks_; ++r)
+        inputs_[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).input, whole) + (row(mine) - row(0));
+      reduce_from(output, inputs_.data(), call.numel, call, is_streamed);
+      sync("reduce_scatter");
+      return account(n * bytes, "reduce_scatter");
+    }
+  }
   in_windows(
-      call, bytes, n, /*has_met=*/false,
+      call, bytes, n, has_met,
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != mine) put(part(rank_, r), row(r) + offset, length);
@@ -258,7 +274,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? row(mine) + offset : part(r, mine);
-        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, n * bytes >= kStreamOutputFrom && !is_in_place);
+        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, is_streamed);
       });
 }
 

@@ -47,7 +47,7 @@ struct Call {
   ReduceOp op = ReduceOp::kSum;
   int root = 0;
   std::size_t numel = 0;
-  std::size_t row = 0;          // all_gather and reduce_scatter: elements from one rank's part of the whole to the next; 0: numel
+  std::size_t row = 0;          // all_gather and reduce_scatter: elements from one part of the whole to the next, on all ranks; 0: numel
   double factor = 1.0;
   std::int64_t timeout_ns = 0;  // 0: the group's
   bool is_plan = false;         // this exchange is only the start of it: a plan follows, or a new group

@@ -88,6 +88,25 @@ void all_to_all(int rank, Group& world, std::size_t numel) {
   expect(output == expected, named("all_to_all", rank, numel));
 }
 
+// What is reduced and scattered lies in the heap, on all ranks and on some; its parts lie apart.
+void shared_parts(int rank, Group& world, Heaps& heaps, std::size_t numel) {
+  const std::size_t n = static_cast<std::size_t>(world.ranks()), row = numel + 3, mine = static_cast<std::size_t>(rank) * row;
+  const std::vector<float> wide = input_of(rank, n * row), sum = sum_of(world.ranks(), numel, mine);
+  auto* const shared = static_cast<float*>(heaps.allocate(wide.size() * sizeof(float)));
+  Call call = call_of(Verb::kReduceScatter, numel);
+  call.row = row;
+  for (const int sharing : {world.ranks(), 1}) {
+    std::vector<float> own = wide, output(numel);
+    float* const input = rank < sharing ? shared : own.data();
+    for (float* const to : {output.data(), input + mine}) {  // in place, and not
+      std::copy(wide.begin(), wide.end(), input);
+      world.reduce_scatter(to, input, call);
+      expect(std::equal(sum.begin(), sum.end(), to), named("reduce_scatter of shared buffers", rank, numel));
+    }
+  }
+  heaps.free(shared);
+}
+
 // Buffers of the shared heap: of all ranks, where nothing is copied in, and of some.
 void shared_buffers(int rank, Group& world, Heaps& heaps, std::size_t numel) {
   const std::size_t bytes = numel * sizeof(float);
@@ -106,6 +125,7 @@ void shared_buffers(int rank, Group& world, Heaps& heaps, std::size_t numel) {
   }
   heaps.free(shared);
   heaps.free(result);
+  shared_parts(rank, world, heaps, numel);
 }
 
 void operators(int rank, Group& world) {

@@ -264,11 +264,9 @@ class FlatParameter:
     def _buffer(self) -> torch.Tensor:
         """Returns the buffer of unreduced gradients. What is padding stays zero."""
         if self._grad is None:
-            replicas = self.layout.ranks.replicas
-            if self.layout.ranks.shards is None and replicas is not None:
-                self._grad = allocate(self.numel, self.reduce_dtype, self.device, replicas.group)
-            else:
-                self._grad = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.device)
+            wire = self.layout.ranks.shards or self.layout.ranks.replicas
+            assert wire is not None, "ranks are of one kind at least"
+            self._grad = allocate(self.numel, self.reduce_dtype, self.device, wire.group)
             self._grad[self.slots[-1].stop :].zero_()
             self._count("gradients", self._grad.nbytes)
         return self._grad
