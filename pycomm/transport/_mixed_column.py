@@ -61,8 +61,9 @@ class Column:
 def shard_numel(numel: int, itemsize: int) -> int:
     """Returns the elements of a segment's shard, where a rank's shards are ``numel`` in all.
 
-    Long ones spare cores that carry the TCP as well, short ones are sooner on their way. An all_reduce of 16 MiB between
-    two hosts at 1 Gbit/s took 146 ms in 4 segments and in 8, and 24 and 31 ms of each rank's core; in 2 it took 149.
+    Long ones spare cores that carry the TCP as well, short ones are sooner on their way. An all_reduce of 16 MiB
+    between two hosts at 1 Gbit/s took 146 ms in 4 segments and in 8, and 24 and 31 ms of each rank's core; in 2 it
+    took 149.
     """
     least, most = (nbytes // itemsize for nbytes in _SHARD_BYTES)
     segments = max(1, -(-numel // most), min(_SEGMENTS, numel // least))
