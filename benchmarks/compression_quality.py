@@ -38,6 +38,7 @@ COMPRESSIONS = (
     "sign:128+ef+policy",
     "sign:128+ef21:m=0.9+policy",
     "powersgd:4+ef",
+    "powersgd:4+ef21:m=0.9+policy",
     "topk:0.01+ef",
     "topk:0.01+dgc:m=0.0,warmup={warmup}+policy",
     "topk:0.01+dgc:m=0.9,warmup={warmup}+policy",
