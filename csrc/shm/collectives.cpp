@@ -67,7 +67,7 @@ void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, b
     fill(part, offset, bytes);
     publish_window(window_);
     if (!has_met) {
-      publish(call, Places{});
+      publish(call, Places{});  // none: the header still holds what an earlier call left there
       meet(call);
       has_met = true;
     }
@@ -242,7 +242,8 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
   // In place the lines have just been read: to write them past the caches would throw them out.
   const bool is_in_place = output == row(mine);
   if (fits_slot(n * bytes)) {
-    for (std::size_t r = 0; bytes > 0 && r < n; ++r) put(payload(rank_, n * bytes) + r * bytes, row(r), bytes);
+    const std::size_t length = call.row > 0 ? bytes : n * bytes;  // parts that touch go at once
+    for (std::size_t at = 0; at < n * bytes; at += length) put(payload(rank_, n * bytes) + at, row(at / bytes), length);
     publish(call);
     meet(call, n * bytes);
     load_factors(call);

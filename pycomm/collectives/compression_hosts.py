@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..compression import Combine, Context, Message
-from ..transport._turns import WINDOW, Rounds, left_s, run_in_turns
+from ..transport._turns import WINDOW, Rounds, end_sends, run_in_turns
 from ..transport.base import Request
 from .compression_chunks import Chunks, chunk_numel_of
 from .compression_wire import Wire
@@ -64,13 +64,7 @@ class BetweenHosts:
         paths = (self._path(start, min(start + step, numel), index % WINDOW) for index, start in enumerate(starts))
         with self._inside.messages(), self._between.messages() as deadline:
             run_in_turns(paths, deadline)
-            oldest = len(starts) % WINDOW
-            sent = [request for turn in self._sent[oldest:] + self._sent[:oldest] for request in turn]
-            last = len(sent) - len(self._others())
-            for request in sent[max(last, 0) :]:
-                request.wait(left_s(deadline))
-            for request in sent[: max(last, 0)]:
-                request.settle()
+            end_sends(self._sent, len(starts), len(self._others()), deadline)
 
     # -- step 2, by how payloads combine --------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from ._turns import left_s
 from .base import Request, Transport
 
 __all__ = ["Column", "shard_numel"]
@@ -44,18 +43,7 @@ class Column:
         nbytes = number * numel * dtype.itemsize
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory[:nbytes].view(dtype).chunk(number) if nbytes else (torch.empty(0, dtype=dtype),) * number
-
-    def end(self, sent: Sequence[Request], deadline: float) -> None:
-        """Waits for the last message to each rank of all that were ``sent``, in the order in which they were.
-
-        A rank may end after the call, and with it what it has sent. Messages to a rank leave one after the other.
-        """
-        last = max(len(sent) - len(self.others), 0)
-        for request in sent[last:]:
-            request.wait(left_s(deadline))
-        for request in sent[:last]:
-            request.settle()
+        return self._memory[:nbytes].view(dtype).chunk(number)
 
 
 def shard_numel(numel: int, itemsize: int) -> int:

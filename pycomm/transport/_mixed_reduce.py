@@ -30,7 +30,7 @@ import torch
 from ..ops.reduce import reduce_
 from ..types import ReduceOp
 from ._mixed_column import Column, shard_numel
-from ._turns import WINDOW, Rounds, left_s, run_in_turns
+from ._turns import WINDOW, Rounds, end_sends, left_s, run_in_turns
 from .base import FIRST_OWN_TAG, Request
 
 __all__ = ["ColumnReduction"]
@@ -77,10 +77,9 @@ class ColumnReduction:
         self._segments = list(zip(*halves)) if even else []
         if even < input.numel():
             self._segments.append((tail, tail))
-        memory = column.take(
-            min(WINDOW, len(self._segments)), _Turn.memory_numel(numel, column.hosts), dtype=input.dtype
-        )
-        self._turns = [_Turn(memory, numel, column.host, column.hosts) for memory in memory]
+        turns = min(WINDOW, len(self._segments))
+        memories = column.take(turns, _Turn.memory_numel(numel, column.hosts), input.dtype)
+        self._turns = [_Turn(memory, numel, column.host, column.hosts) for memory in memories]
         self._has_begun = False
 
     def begin(self, timeout_s: float) -> None:
@@ -102,8 +101,8 @@ class ColumnReduction:
             ),
             deadline,
         )
-        oldest = len(self._segments) % len(turns)
-        self._column.end([request for turn in turns[oldest:] + turns[:oldest] for request in turn.sent], deadline)
+        # See [Note: sends are not waited for].
+        end_sends([turn.sent for turn in turns], len(self._segments), len(self._column.others), deadline)
         self._rest.copy_(self._tail[: self._rest.numel()])
 
     def _reduce(

@@ -24,7 +24,7 @@ import torch
 from ..ops.reduce import reduce_
 from ..types import ReduceOp
 from ._mixed_column import Column, shard_numel
-from ._turns import WINDOW, Rounds, left_s, run_in_turns
+from ._turns import WINDOW, Rounds, end_sends, left_s, run_in_turns
 from .base import FIRST_OWN_TAG, Request
 
 __all__ = ["all_gather", "reduce_scatter"]
@@ -47,7 +47,7 @@ def all_gather(column: Column, output: torch.Tensor, input: torch.Tensor, timeou
             inner.all_gather_single(blocks[host, :, part], blocks[host, mine, part], left_s(deadline))
 
     run_in_turns(map(gather, _segments(input)), deadline)
-    column.end(sent, deadline)
+    end_sends([sent], 0, len(column.others), deadline)
 
 
 def reduce_scatter(
@@ -87,8 +87,7 @@ def reduce_scatter(
         reduce_(total, each, add)
 
     run_in_turns((reduce(part, index % len(sent)) for index, part in enumerate(segments)), deadline)
-    oldest = len(segments) % len(sent)
-    column.end([request for turn in sent[oldest:] + sent[:oldest] for request in turn], deadline)
+    end_sends(sent, len(segments), len(column.others), deadline)
 
 
 def _segments(shard: torch.Tensor) -> Iterator[slice]:

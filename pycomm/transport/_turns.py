@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .base import Request
 
-__all__ = ["WINDOW", "Rounds", "left_s", "run_in_turns"]
+__all__ = ["WINDOW", "Rounds", "end_sends", "left_s", "run_in_turns"]
 
 WINDOW = 4
 
@@ -33,6 +33,21 @@ def run_in_turns(exchanges: Iterable[Rounds], deadline: float) -> None:
             _finish_one(under_way, deadline)
     while under_way:
         _finish_one(under_way, deadline)
+
+
+def end_sends(turns: Sequence[Sequence[Request]], exchanges: int, peers: int, deadline: float) -> None:
+    """Waits for the last message to each of ``peers`` ranks, in the order in which they left, and ends the others.
+
+    The messages of exchange i of ``exchanges`` are those of turn i % len(turns), or were ended before. A rank may end
+    after the call, and with it what it has sent; what went to a rank before its last message has left before it.
+    """
+    oldest = exchanges % len(turns)
+    sent = [request for index in range(len(turns)) for request in turns[(oldest + index) % len(turns)]]
+    last = max(len(sent) - peers, 0)
+    for request in sent[last:]:
+        request.wait(left_s(deadline))
+    for request in sent[:last]:
+        request.settle()
 
 
 def left_s(deadline: float) -> float:
