@@ -1,6 +1,7 @@
 """The native core (csrc/), by pybind11."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 compiler: str
@@ -116,6 +117,15 @@ class FrameCall:
     def agrees(self) -> bool: ...
     def reduce(self) -> None: ...
     def end(self, has_failed: bool, /) -> None: ...
+
+# -- waits inside torch ------------------------------------------------------------------------------------------------
+
+class GlooMessage:
+    @staticmethod
+    def of(work: object) -> GlooMessage | None: ...
+    def wait(self, timeout: timedelta, slice_s: float) -> bool: ...
+    @property
+    def is_complete(self) -> bool: ...
 
 # -- shared memory: addresses of flat CPU buffers, element counts, codes of pycomm.types -------------------------------
 

@@ -11,6 +11,7 @@ void bind_kernels(py::module_& m);
 void bind_overlap(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_shm(py::module_& m);
+void bind_gloo_waits(py::module_& m);
 void bind_verb(py::module_& m);
 }  // namespace pycomm
 
@@ -29,5 +30,6 @@ PYBIND11_MODULE(_native, m) {
   pycomm::bind_frames(m);
   pycomm::bind_shm(m);
   pycomm::bind_overlap(m);
+  pycomm::bind_gloo_waits(m);
   pycomm::bind_verb(m);
 }

@@ -29,7 +29,7 @@ from ..errors import NativeUnavailableError
 from ..ops import native
 from ..ops.reduce import reduce_at
 from ..transport import _wording as wording
-from ..transport.base import FRAME_HEADER_BYTES
+from ..transport.base import FRAME_COMPARED_BYTES, FRAME_HEADER_BYTES
 from ..types import ReduceOp, dtype_of_name
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ FRAMES = "frames"  # the name of the algorithm that is this exchange alone
 # next cache line, so it is aligned for every dtype.
 _HEADER = struct.Struct("<BBBxiq16sd")
 _NAME_BYTES = 16
-_COMPARED_BYTES = 32
 _PAYLOAD_AT = FRAME_HEADER_BYTES
 _SMALL_BYTES = 960
 _WHOLE = frozenset({"all_reduce", "broadcast", "all_gather_single"})  # every rank gets all of every payload
@@ -80,7 +79,7 @@ class _Swapped(NamedTuple):
     @classmethod
     def of(cls, frames: Sequence[torch.Tensor]) -> _Swapped:
         headers = [row[:_PAYLOAD_AT].numpy().data for row in frames]
-        return cls(frames, headers, [row[:_COMPARED_BYTES] for row in headers], [row.data_ptr() for row in frames])
+        return cls(frames, headers, [row[:FRAME_COMPARED_BYTES] for row in headers], [row.data_ptr() for row in frames])
 
 
 class Agreement:
@@ -185,7 +184,7 @@ class Agreement:
             memmove(self._payload, address, nbytes)  # a copy by torch takes about four times as long
         on_host = self._on_host(meanwhile)
         swapped = self._look_up(transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s, on_host))
-        mine = header[:_COMPARED_BYTES]
+        mine = header[:FRAME_COMPARED_BYTES]
         for other in swapped.compared:
             if other != mine:
                 raise wording.mismatch(transport.place(verb), _describe(swapped.headers))
@@ -195,10 +194,10 @@ class Agreement:
         """Returns what does ``meanwhile`` if the frames of this host's ranks, that it is given, are like this one's."""
         if meanwhile is None:
             return None
-        mine = self._raw[:_COMPARED_BYTES]
+        mine = self._raw[:FRAME_COMPARED_BYTES]
 
         def act(frames: Sequence[torch.Tensor]) -> None:
-            if all(frame[:_COMPARED_BYTES].numpy().data == mine for frame in frames):
+            if all(frame[:FRAME_COMPARED_BYTES].numpy().data == mine for frame in frames):
                 meanwhile()
 
         return act
@@ -225,11 +224,9 @@ class Agreement:
             reduce_at(output, [frame + _PAYLOAD_AT + start for frame in swapped.addresses], call.op, factors)
             return
         start += _PAYLOAD_AT
-        payloads = [frame[start : start + nbytes].view(output.dtype) for frame in swapped.frames]
-        if call.verb in ("broadcast", "scatter"):
-            output.copy_(payloads[call.root])
-        else:
-            torch.cat(payloads, out=output)
+        sources = [call.root] if call.verb in ("broadcast", "scatter") else range(len(swapped.frames))
+        payloads = [swapped.frames[rank][start : start + nbytes].view(output.dtype) for rank in sources]
+        torch.cat(payloads, out=output)
 
 
 @lru_cache(maxsize=1024)
@@ -259,7 +256,7 @@ def _agree_on_splits(transport: Transport, call: Collective, timeout_s: float | 
 
 def _describe(headers: Sequence[memoryview]) -> list[str]:
     # The algorithm is of interest where it is all that differs.
-    differs_elsewhere = len({bytes(header[: _COMPARED_BYTES - _NAME_BYTES]) for header in headers}) > 1
+    differs_elsewhere = len({bytes(header[: FRAME_COMPARED_BYTES - _NAME_BYTES]) for header in headers}) > 1
     rows = []
     for verb, op, dtype, root, numel, name, _ in map(_HEADER.unpack_from, headers):
         algorithm = "" if differs_elsewhere else name.rstrip(b"\0").decode()

@@ -1,9 +1,15 @@
-"""Swaps of frames over gloo: those that calls begin with, and small ones that are one trip where the wire is full.
+"""Swaps of frames over gloo, one trip each: those that calls begin with, and small ones where the wire is full.
 
 [Note: one trip]
 gloo sends a message's data when it knows that the receiver has room for it: two trips, if the receive is not posted
-before the send. Behind a megabyte on its way to the same host a trip takes as long as that. So the receives of the next
-swap are posted at the end of the one before.
+before the send. Behind a megabyte on its way to the same host a trip takes as long as that. So the receives of a swap
+are posted in the one before, where the time is there: while that one's frames travel.
+
+[Note: who waits]
+A collective of gloo's goes through a thread of the group's, which has to wake up to begin it, and again to end it. A
+message is sent by whoever calls, and its receiver is woken by the thread that reads the socket: two threads less to
+wake, some 50 us each. torch gives Python no way to leave such a wait before its end; the native core has one
+(csrc/bindings/gloo_waits.cpp). Without it a helper's thread waits, which costs more than all the rest.
 """
 
 from __future__ import annotations
@@ -17,118 +23,159 @@ import torch
 
 from ..errors import CollectiveTimeoutError
 from . import _wording as wording
-from ._torch_messages import EXCHANGE_TAG, Posted, timeout_of, wait_for
+from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, gloo_message_of, timeout_of, wait_for
+from ._watch import first_slice_s, slices_s
 
 if TYPE_CHECKING:
+    from .._native import GlooMessage
     from .base import Meanwhile
     from .torch import TorchTransport
 
-__all__ = ["FrameSwap", "PostedExchange"]
-
-c10d: Any = torch._C._distributed_c10d  # which torch.distributed does not export whole
-
-
-class FrameSwap:
-    """``exchange_frames`` of one frame's memory, as an all-to-all of gloo's; what a call needs is made once.
-
-    It does what ``TorchTransport.run`` does with less Python: gloo's threads have put this thread's code out of the
-    core's caches each time, so that a line of it takes several times what it takes in a loop.
-    """
-
-    def __init__(self, transport: TorchTransport, frame: torch.Tensor) -> None:
-        self.frame = frame
-        self._transport = transport
-        self._address = frame.data_ptr()
-        peers, most, rank = transport.world_size - 1, transport.frame_bytes, transport.rank
-        self._sent = torch.empty(peers * most, dtype=torch.uint8)
-        self._copies = [self._sent.data_ptr()] * peers
-        self._received = torch.empty(peers * most, dtype=torch.uint8)
-        self._frames = list(self._received.view(peers, most).unbind())
-        self._frames.insert(rank, frame)
-        # A receive of gloo's takes what is shorter. What a rank keeps is not sent: the split of its own is 0.
-        self._room = [0 if member == rank else most for member in range(peers + 1)]
-        self._start = transport.group.alltoall_base
-        self._options = c10d.AllToAllOptions()
-        self._limit_s = -1.0  # in the options
-        self._nbytes = -1  # of the last call, that there is what follows
-        self._parts = self._sent
-        self._lengths: list[int] = []
-
-    def __call__(self, nbytes: int, verb: str, timeout_s: float | None) -> list[torch.Tensor]:
-        """Returns all ranks' frames; of this one ``nbytes`` are sent."""
-        transport = self._transport
-        if nbytes != self._nbytes:
-            self._nbytes = nbytes
-            self._lengths = [0 if room == 0 else nbytes for room in self._room]
-            self._parts = self._sent[: (transport.world_size - 1) * nbytes]
-            self._copies = [self._sent.data_ptr() + peer * nbytes for peer in range(transport.world_size - 1)]
-        for copy in self._copies:
-            memmove(copy, self._address, nbytes)
-        limit_s = transport.timeout_s if timeout_s is None else timeout_s
-        if limit_s != self._limit_s:
-            self._limit_s = limit_s
-            self._options.timeout = timeout_of(limit_s)
-        try:
-            work = self._start(self._received, self._parts, self._room, self._lengths, self._options)
-        except (RuntimeError, ValueError) as error:
-            raise transport.error_of(error, verb, limit_s) from error
-        transport.await_work(work, verb, limit_s)
-        return self._frames
+__all__ = ["PostedExchange"]
 
 
 class PostedExchange:
-    """Swaps frames of one size among ``ranks``, each of which makes one with the same, and then makes the same calls.
+    """Swaps frames of up to ``nbytes`` among ``ranks``, each of which makes one alike, and then makes the same calls.
 
-    Two that a rank has at once differ in ``kind``.
+    Those that a rank has at once differ in ``kind``. Receives are posted a round ahead if all ranks say so
+    (``is_ahead``); in a group that lives on when pycomm is done with it, none may be left over.
     """
 
-    def __init__(self, transport: TorchTransport, ranks: Sequence[int], nbytes: int, kind: int = 0) -> None:
+    def __init__(
+        self, transport: TorchTransport, ranks: Sequence[int], nbytes: int, kind: int = 0, is_ahead: bool = True
+    ) -> None:
         self._transport = transport
         self._tag = EXCHANGE_TAG + kind
         self._place = ranks.index(transport.rank)
         self._peers = [(place, rank) for place, rank in enumerate(ranks) if rank != transport.rank]
-        self._frames = torch.empty((len(ranks), nbytes), dtype=torch.uint8)
-        self._received = torch.empty_like(self._frames)
-        # Of two rounds, this one and the last, gloo may still read the memory and needs the handles.
-        self._own = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
-        self._sends: list[Any] = [None, None]
+        self._is_ahead = is_ahead
+        # Of this round and the last gloo may still read what was sent, and needs the handles; and while this one's
+        # frames are read it may write the next one's.
+        self._rounds = [_Round(len(ranks), nbytes) for _ in range(2)]
         self._turn = 0
-        self._receives = self._post()
+        self.can_leave = False  # the waits for receives; known with the first ones
+        self._receives: list[Any] = []
+        if is_ahead:
+            self._post_ahead()
 
     def __call__(
         self, frame: torch.Tensor, verb: str, timeout_s: float | None, meanwhile: Meanwhile | None = None
     ) -> torch.Tensor:
         """As ``Transport.exchange``; ``meanwhile`` is called while the frames travel."""
-        group, own = self._transport.open_group(), self._own[self._turn]
-        memmove(own.data_ptr(), frame.data_ptr(), frame.numel())  # torch lets go of Python's lock in each of its calls
+        here = self._swap(frame, frame.numel(), verb, timeout_s, meanwhile)
+        memmove(here.addresses[self._place], frame.data_ptr(), frame.numel())
+        return here.frames
+
+    def swap_part(self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None) -> list[torch.Tensor]:
+        """Returns all ranks' frames; of this one ``nbytes`` are sent."""
+        here = self._swap(frame, nbytes, verb, timeout_s, None)
+        here.rows[self._place] = frame
+        return here.rows
+
+    def close(self) -> None:
+        """Lets go of what torch gave for the last rounds; there are no more."""
+        self._receives = []
+        for each in self._rounds:
+            each.sends, each.receives = [], []
+
+    def _swap(
+        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float | None, meanwhile: Meanwhile | None
+    ) -> _Round:
+        transport = self._transport
+        group, limit_s = transport.open_group(), transport.timeout_s if timeout_s is None else timeout_s
+        here, self._turn = self._rounds[self._turn], 1 - self._turn
+        sent = here.copy(frame.data_ptr(), nbytes)
         try:
-            self._sends[self._turn] = [group.send([own], peer, self._tag) for _, peer in self._peers]
+            here.receives = self._receives or self._post(here)
+            here.sends = [group.send(sent, peer, self._tag) for _, peer in self._peers]
         except RuntimeError as error:
-            raise self._transport.error_of(error, verb, self._transport.timeout_s) from error
-        self._turn = 1 - self._turn
+            raise transport.error_of(error, verb, limit_s) from error
+        if self._is_ahead:  # now, while the frames travel: it takes a third of the time that they do
+            self._post_ahead()
+        if meanwhile is not None:
+            meanwhile()
+        self._await(here.receives, verb, limit_s)
+        return here
+
+    def _post(self, into: _Round) -> list[Any]:
+        """Returns the receives as torch's handles, or what can be waited for a while."""
+        group = self._transport.open_group()
+        works = [group.recv([into.rows[place]], peer, self._tag) for place, peer in self._peers]
+        messages = [gloo_message_of(work) for work in works]
+        self.can_leave = None not in messages
+        return messages if self.can_leave else works
+
+    def _post_ahead(self) -> None:
+        self._receives = []
+        try:
+            self._receives = self._post(self._rounds[self._turn])
+        except RuntimeError:
+            pass  # a peer may be done and gone; the next swap, if there is one, says so
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _await(self, receives: list[Any], verb: str, limit_s: float) -> None:
+        if not self.can_leave:
+            self._await_behind(receives, verb, limit_s)
+            return
+        slice_s, longest, index = min(first_slice_s(), limit_s), timeout_of(limit_s + MARGIN_S), 0
+        try:
+            for index, message in enumerate(receives):
+                if not message.wait(longest, slice_s):
+                    self._await_long(receives[index:], verb, limit_s, limit_s - slice_s)
+                    return
+        except RuntimeError as error:
+            raise self._transport.error_of(error, verb, limit_s, self._peers[index][1]) from error
+
+    def _await_long(self, messages: list[GlooMessage], verb: str, limit_s: float, left_s: float) -> None:
+        transport, longest, slices = self._transport, timeout_of(limit_s + MARGIN_S), slices_s()
+        deadline = time.monotonic() + left_s
+
+        def have_come(slice_s: float) -> bool:
+            return all(message.wait(longest, slice_s) for message in messages)
+
+        transport.watch.start_wait()
+        while True:
+            transport.check(verb, None, lambda: have_come(0.0))
+            left_s = deadline - time.monotonic()
+            if have_come(max(0.0, min(left_s, next(slices)))):
+                return
+            if left_s <= 0:
+                transport.watch.announce("timeout", transport.rank)
+                raise wording.timed_out(transport.place(verb), limit_s)
+
+    def _await_behind(self, receives: list[Any], verb: str, limit_s: float) -> None:
+        """Has a helper's thread wait."""
 
         def finish(_: Posted, left_s: float) -> None:
             deadline = time.monotonic() + left_s
-            for work in self._receives:
-                wait_for(work, self._received, deadline - time.monotonic())
+            for work in receives:
+                wait_for(work, self._rounds, deadline - time.monotonic())
 
-        if meanwhile is not None:
-            meanwhile()
-        limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
         try:
             Posted(verb, None, self._transport, finish).wait(limit_s)
         except CollectiveTimeoutError as error:  # unlike a message's, it breaks the group
             self._transport.watch.announce("timeout", self._transport.rank)
             raise wording.timed_out(self._transport.place(verb), limit_s) from error
-        memmove(self._frames.data_ptr(), self._received.data_ptr(), self._frames.numel())
-        memmove(self._frames.data_ptr() + self._place * frame.numel(), frame.data_ptr(), frame.numel())
-        self._receives = self._post()
-        return self._frames
 
-    def close(self) -> None:
-        """Lets go of what torch gave for the last rounds; there are no more."""
-        self._sends, self._receives = [], []
 
-    def _post(self) -> list[Any]:
-        group = self._transport.open_group()
-        return [group.recv([self._received[place]], peer, self._tag) for place, peer in self._peers]
+class _Round:
+    """The memory of one round: this rank's frame on its way, and the others' as they arrive."""
+
+    def __init__(self, ranks: int, nbytes: int) -> None:
+        self.frames = torch.empty((ranks, nbytes), dtype=torch.uint8)
+        self.rows = list(self.frames.unbind())
+        self.addresses = [row.data_ptr() for row in self.rows]
+        # torch's handles. If one goes that gloo waits for, its connection may read no more.
+        self.sends: list[Any] = []
+        self.receives: list[Any] = []
+        self._own = torch.empty(nbytes, dtype=torch.uint8)
+        self._address = self._own.data_ptr()
+        self._sent = [self._own]
+
+    def copy(self, address: int, nbytes: int) -> list[torch.Tensor]:
+        """Returns what torch sends: the ``nbytes`` at ``address``, in memory that stays as it is."""
+        if self._sent[0].numel() != nbytes:
+            self._sent = [self._own[:nbytes]]
+        memmove(self._address, address, nbytes)  # torch lets go of Python's lock in each of its calls
+        return self._sent

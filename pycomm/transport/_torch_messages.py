@@ -27,16 +27,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, PycommError, forget_locals
+from ..errors import ConfigError, NativeUnavailableError, PycommError, forget_locals
+from ..ops import native
 from . import _wording as wording
 from ._torch_waits import helpers
 from ._watch import Message, slices_s
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
 if TYPE_CHECKING:
+    from .._native import GlooMessage
     from .torch import TorchTransport
 
-__all__ = ["EXCHANGE_TAG", "FramedMessages", "PlainMessages", "Posted", "timeout_of", "wait_for"]
+__all__ = [
+    "EXCHANGE_TAG",
+    "MARGIN_S",
+    "FramedMessages",
+    "PlainMessages",
+    "Posted",
+    "gloo_message_of",
+    "timeout_of",
+    "wait_for",
+]
+
+MARGIN_S = 1.0  # by which torch's own time limit, which ends connections, is beyond a wait that can be left
 
 _HEADER_BYTES = 16
 _FRAME_BYTES = 256
@@ -44,17 +57,24 @@ _INLINE_BYTES = _FRAME_BYTES - _HEADER_BYTES
 _TAG_BITS = 15
 _LONGEST_S = 30 * 24 * 3600.0
 _DATA_TAGS = 1 << 30  # those of frames are below; gloo has 2^31
-EXCHANGE_TAG = 1 << 29  # and the next one: those of _torch_exchange.py; then NEVER_SENT_TAG of _torch_waits.py
+EXCHANGE_TAG = 1 << 29  # and the next two: those of _torch_exchange.py; then NEVER_SENT_TAG of _torch_waits.py
 
 
 class Posted(Request):
     """A message whose parts torch has; ``finish(left_s)`` waits for them, in a helper's thread.
 
     ``message`` is what it is to others, None for what is not counted; its peer is -1 for a receive from any rank.
+    ``work`` is torch's handle where it is all that there is to wait for: who waits does so in torch itself, if that can
+    be left, unless a helper does already.
     """
 
     def __init__(
-        self, doing: str, message: Message | None, transport: TorchTransport, finish: Callable[[Posted, float], None]
+        self,
+        doing: str,
+        message: Message | None,
+        transport: TorchTransport,
+        finish: Callable[[Posted, float], None],
+        work: Any = None,
     ) -> None:
         self.source = -1 if message is None else message.peer
         self.gloo: Any = transport.group if transport.is_gloo else None  # whose waits can be ended
@@ -62,22 +82,23 @@ class Posted(Request):
         self._message = message
         self._transport = transport
         self._finish = finish
+        self._gloo_message = None if work is None else gloo_message_of(work)
         self._ended = threading.Lock()  # held until the message is complete
         self._ended.acquire()
-        self._is_started = False
+        self._choosing = threading.Lock()
+        self._has_waiter = False  # in torch: a helper, or a thread in ``wait``; True for good once it is complete
         self._is_done = False
         self._error: PycommError | None = None
 
     def test(self) -> bool:
-        self._start()
+        self._start_helper()
         return self._is_done and self._raise_or_true()
 
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        self._start()
         is_long, slices = False, slices_s()
-        while not self._has_ended(min(next(slices), deadline - time.monotonic())):
+        while not self._wait_for(min(next(slices), deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 raise wording.timed_out(self._transport.place(self._doing), limit_s, is_broken=False)
             if not is_long:
@@ -89,34 +110,59 @@ class Posted(Request):
     def settle(self) -> None:
         return None  # no thread has to wait; gloo lets go of the memory by itself
 
-    def _start(self) -> None:
-        if not self._is_started:
-            self._is_started = True
-            helpers.complete(self)
-
-    def _has_ended(self, left_s: float) -> bool:
+    def _wait_for(self, left_s: float) -> bool:
+        """Waits for ``left_s`` at most, in torch or for who waits there; says whether the message is complete."""
+        gloo_message = self._gloo_message
+        if gloo_message is None:
+            self._start_helper()
+        elif self._take():
+            try:
+                gloo_message.wait(timeout_of(self._transport.timeout_s + MARGIN_S), max(left_s, 0.0))
+            except RuntimeError as error:
+                self._end(self._error_of(error))
+            finally:  # also if a signal raises
+                if gloo_message.is_complete:
+                    self._end(None)
+                self._has_waiter = self._is_done
+            return self._is_done
         if not self._is_done and self._ended.acquire(timeout=max(left_s, 0.0)):
             self._ended.release()  # for the next who waits
         return self._is_done
 
+    def _take(self) -> bool:
+        """Says whether the caller becomes the one who waits in torch: nobody does, and the message is not complete."""
+        with self._choosing:
+            had_waiter, self._has_waiter = self._has_waiter, True
+            return not had_waiter
+
+    def _start_helper(self) -> None:
+        if not self._has_waiter and self._take():
+            helpers.complete(self)
+
     def complete(self) -> None:
         """Waits inside torch, in a helper's thread."""
-        limit_s = self._transport.timeout_s
+        failure: PycommError | None = None
         try:
-            self._finish(self, limit_s)
+            self._finish(self, self._transport.timeout_s)
         except PycommError as error:
             forget_locals(error)
-            self._error = error
+            failure = error
         except RuntimeError as error:
-            if helpers.is_ending:  # nobody is there to be told
-                self._error = wording.used_closed(self._transport.place(self._doing))
-            else:
-                self._error = self._transport.error_of(error, self._doing, limit_s, self.source)
+            is_ending = helpers.is_ending  # nobody is there to be told
+            failure = wording.used_closed(self._transport.place(self._doing)) if is_ending else self._error_of(error)
+        self._end(failure)
+
+    def _end(self, error: PycommError | None) -> None:
+        self._error = error
         if self._message is not None and not self._message.is_sent and self.source >= 0:
             self._transport.watch.receive(self.source, self._message.tag)
-        self._finish, self.gloo = _finish_nothing, None  # [Note: the end of the interpreter] in _torch_waits.py
+        # [Note: the end of the interpreter] in _torch_waits.py
+        self._finish, self._gloo_message, self.gloo = _finish_nothing, None, None
         self._is_done = True
         self._ended.release()
+
+    def _error_of(self, error: RuntimeError) -> PycommError:
+        return self._transport.error_of(error, self._doing, self._transport.timeout_s, self.source)
 
     def _raise_or_true(self) -> bool:
         if self._error is not None:
@@ -183,7 +229,7 @@ class PlainMessages(_Messages):
         group = self._transport.open_group()
         work = self._post(lambda: group.send([flat.view(torch.uint8)], peer, tag), doing, peer)
         message = self._transport.watch.send(peer, tag)
-        return Posted(doing, message, self._transport, lambda _, left_s: wait_for(work, flat, left_s))
+        return Posted(doing, message, self._transport, lambda _, left_s: wait_for(work, flat, left_s), work)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)}"
@@ -199,7 +245,8 @@ class PlainMessages(_Messages):
             wait_for(work, flat, left_s)
             request.source = work._source_rank() if peer is None else peer
 
-        return Posted(doing, Message(-1 if peer is None else peer, tag), self._transport, finish)
+        message = Message(-1 if peer is None else peer, tag)
+        return Posted(doing, message, self._transport, finish, None if peer is None else work)
 
 
 class FramedMessages(PlainMessages):
@@ -336,6 +383,15 @@ class _SelfReceive(Request):
 def wait_for(work: Any, _alive: object, left_s: float) -> None:
     """Waits for torch's handle. ``_alive`` is memory that has to last until then."""
     work.wait(timeout_of(left_s))
+
+
+def gloo_message_of(work: Any) -> GlooMessage | None:
+    """Returns what of torch's handle can be waited for a while, None if nothing can: csrc/bindings/gloo_waits.cpp."""
+    try:
+        made: GlooMessage | None = native().GlooMessage.of(work)
+    except NativeUnavailableError:
+        return None
+    return made
 
 
 @lru_cache(maxsize=16)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NEVER_SENT_TAG", "end_waits", "given_up", "helpers"]
 
-NEVER_SENT_TAG = (1 << 29) + 2  # see EXCHANGE_TAG of _torch_messages.py
+NEVER_SENT_TAG = (1 << 29) + 3  # see EXCHANGE_TAG of _torch_messages.py
 _MOST_IDLE = 8
 _CLOSE_S = 0.5
 _EXIT_S = 5.0

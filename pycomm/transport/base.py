@@ -53,6 +53,7 @@ ANNOUNCEMENT_TAG = FIRST_OWN_TAG + 2
 _EXCHANGE_TAG = 32766
 
 FRAME_HEADER_BYTES = 64  # of a frame of ``exchange_frames``; what follows is payload
+FRAME_COMPARED_BYTES = 32  # of the header: alike on ranks that agree
 
 
 class Request(ABC):
@@ -96,6 +97,9 @@ class Transport(ABC):
 
     ``sees_who_leaves`` says that no rank looks into the store in which they met for who has left.
 
+    ``exchanges_parts`` says that what its own ``exchanger_among`` returns also takes frames shorter than was said, of
+    other lengths on each rank.
+
     ``frame_bytes`` is the length of the frames that ``exchange_frames`` swaps; a multiple of 64. Equal on all ranks.
 
     ``segment_bytes`` is about what one message of a plan should carry: large enough that its start costs little beside
@@ -113,6 +117,7 @@ class Transport(ABC):
     scatters_in_place: bool = False
     sees_who_leaves: bool = False
     takes_rows: bool = False
+    exchanges_parts: bool = False
     calls: int = 0  # collectives that the ranks have agreed on by ``exchange``
     group_name: str = "?"  # as errors call the group
     pid: int  # of the process that is this rank; a forked child is none

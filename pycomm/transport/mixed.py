@@ -82,7 +82,8 @@ class MixedTransport(Transport):
             column = [ranks[inner.rank] for ranks in topology.hosts]
             host = topology.host_of(self.rank)
             self._column = Column(inner, column, host, self._start_outside)
-            self._frames = HostFrames(inner, outer, topology, column, self.frame_bytes)
+            self._frames = HostFrames(inner, outer, topology, column)
+            self.frame_bytes = self._frames.frame_bytes
             self.native = frozenset({"all_reduce"})
             if inner.takes_rows and [*chain(*topology.hosts)] == [*range(self.world_size)]:  # a host's block is one
                 self.native |= {"all_gather_single", "reduce_scatter_single"}
@@ -129,7 +130,7 @@ class MixedTransport(Transport):
         if self._frames is None:
             return super().exchange_frames(frame, nbytes, verb, timeout_s)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._between_hosts(self._frames.swap, frame, verb, limit_s, meanwhile)
+        return self._between_hosts(self._frames.swap, frame, nbytes, verb, limit_s, meanwhile)
 
     def exchanger(self, nbytes: int) -> Exchange:
         return partial(self._between_hosts, self.outer.exchanger(nbytes))

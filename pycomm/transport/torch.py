@@ -28,7 +28,7 @@ from ..types import ReduceOp
 from . import _wording as wording
 from ._deaf_sockets import deafen, listening_sockets
 from ._patience import Patience
-from ._torch_exchange import FrameSwap, PostedExchange
+from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages, timeout_of
 from ._torch_waits import given_up
 from ._watch import Watch, first_slice_s, slices_s
@@ -86,7 +86,7 @@ _TIMEOUT_SIGNS = ("Timed out", "timed out", "imeout waiting")
 _LOST_SIGNS = ("losed by peer", "onnection reset", "roken pipe", "not connected", "pair closure")
 
 _MOST_FRAMED_BYTES = 256 << 10  # that a rank sends to all others together
-_AMONG = 1  # the kind of exchanges among some ranks
+_AMONG, _FRAMES = 1, 2  # the kinds of exchanges among some ranks, and of the frames that calls begin with
 
 
 class TorchTransport(WatchedTransport):
@@ -116,11 +116,11 @@ class TorchTransport(WatchedTransport):
         self._host = host
         self._is_callers = watch is None
         self.watch = Watch.nobody(self.rank) if watch is None else watch
-        self.is_gloo = self.backends.get("cpu") == "gloo"
+        self.is_gloo = self.exchanges_parts = self.backends.get("cpu") == "gloo"
         # One trip of what fits costs less than the ring of gloo's own all_reduce and a comparison before it. Beyond, it
         # costs more that each rank sends all it has to every other one.
         self.frame_bytes = max(1024, FRAME_HEADER_BYTES + _MOST_FRAMED_BYTES // max(1, self.world_size - 1) // 64 * 64)
-        self._swap: FrameSwap | None = None
+        self._swap: PostedExchange | None = None  # of the frames that calls begin with
         self._exchanges: list[PostedExchange] = []
         self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
@@ -156,10 +156,10 @@ class TorchTransport(WatchedTransport):
     ) -> Sequence[torch.Tensor]:
         if self.world_size == 1 or not self.is_gloo:
             return super().exchange_frames(frame, nbytes, verb, timeout_s) if self.world_size > 1 else [frame]
-        self.open_group()  # as in exchange
-        if self._swap is None or self._swap.frame is not frame:  # a group's calls have the same one
-            self._swap = FrameSwap(self, frame)
-        return self._swap(nbytes, verb, timeout_s)
+        if self._swap is None:
+            self.open_group()  # as in exchange
+            self._swap = self._post_exchange(range(self.world_size), self.frame_bytes, _FRAMES)
+        return self._swap.swap_part(frame, nbytes, verb, timeout_s)
 
     def exchanger(self, nbytes: int) -> Exchange:
         return self._post_exchange(range(self.world_size), nbytes) if self.is_gloo else self.exchange
@@ -168,7 +168,7 @@ class TorchTransport(WatchedTransport):
         return self._post_exchange(ranks, nbytes, _AMONG) if self.is_gloo else super().exchanger_among(ranks, nbytes)
 
     def _post_exchange(self, ranks: Sequence[int], nbytes: int, kind: int = 0) -> PostedExchange:
-        exchange = PostedExchange(self, ranks, nbytes, kind)
+        exchange = PostedExchange(self, ranks, nbytes, kind, is_ahead=not self._is_callers)
         self._exchanges.append(exchange)
         return exchange
 
@@ -267,7 +267,6 @@ class TorchTransport(WatchedTransport):
                 given_up.end(self.group)
         for exchange in self._exchanges:
             exchange.close()
-        self._swap = None
         self.group = None  # a gloo group of our own ends with its last reference
 
     # -- running --------------------------------------------------------------------------------------------------
