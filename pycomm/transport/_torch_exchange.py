@@ -24,6 +24,7 @@ import torch
 from ..errors import CollectiveTimeoutError
 from . import _wording as wording
 from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, gloo_message_of, timeout_of, wait_for
+from ._torch_waits import wait_for_a_slice
 from ._watch import first_slice_s, slices_s
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class PostedExchange:
         slice_s, longest, index = min(first_slice_s(), limit_s), timeout_of(limit_s + MARGIN_S), 0
         try:
             for index, message in enumerate(receives):
-                if not message.wait(longest, slice_s):
+                if not wait_for_a_slice(message, longest, slice_s):
                     self._await_long(receives[index:], verb, limit_s, limit_s - slice_s)
                     return
         except RuntimeError as error:
@@ -132,7 +133,7 @@ class PostedExchange:
         deadline = time.monotonic() + left_s
 
         def have_come(slice_s: float) -> bool:
-            return all(message.wait(longest, slice_s) for message in messages)
+            return all(wait_for_a_slice(message, longest, slice_s) for message in messages)
 
         transport.watch.start_wait()
         while True:

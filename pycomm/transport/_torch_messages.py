@@ -30,7 +30,7 @@ import torch
 from ..errors import ConfigError, NativeUnavailableError, PycommError, forget_locals
 from ..ops import native
 from . import _wording as wording
-from ._torch_waits import helpers
+from ._torch_waits import helpers, wait_for_a_slice
 from ._watch import Message, slices_s
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
@@ -117,7 +117,7 @@ class Posted(Request):
             self._start_helper()
         elif self._take():
             try:
-                gloo_message.wait(timeout_of(self._transport.timeout_s + MARGIN_S), max(left_s, 0.0))
+                wait_for_a_slice(gloo_message, timeout_of(self._transport.timeout_s + MARGIN_S), max(left_s, 0.0))
             except RuntimeError as error:
                 self._end(self._error_of(error))
             finally:  # also if a signal raises

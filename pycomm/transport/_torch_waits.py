@@ -1,11 +1,12 @@
-"""What waits inside torch: the threads that do so for messages, and the collectives that were given up there.
+"""What waits inside torch: who waits for a message, threads that do so for others, and collectives that were given up.
 
 [Note: the end of the interpreter]
 A thread that comes back from torch when the interpreter is being ended finds no Python: it is ended in the middle of
 C++, and that ends the process ("terminate called"). Ranks end together, so connections break at just that time. So at
 exit, after ``finalize``, what still waits is made to come back first: a receive that is out of time at once makes gloo
-end all waits of its group. A thread that lets go of one of torch's groups or handles comes back from torch, too; so
-neither errors (``errors.forget_locals``) nor messages that are complete keep them.
+end all waits of its group, and waits that can be left are not begun again. A thread that lets go of one of torch's
+groups or handles comes back from torch, too; so neither errors (``errors.forget_locals``) nor messages that are
+complete keep them.
 
 [Note: collectives that were given up]
 gloo runs a collective in a thread of the group's, and who destroys the group waits for it. A call that is out of time,
@@ -28,9 +29,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from .._native import GlooMessage
     from ._torch_messages import Posted
 
-__all__ = ["NEVER_SENT_TAG", "end_waits", "given_up", "helpers"]
+__all__ = ["NEVER_SENT_TAG", "end_waits", "given_up", "helpers", "wait_for_a_slice"]
 
 NEVER_SENT_TAG = (1 << 29) + 3  # see EXCHANGE_TAG of _torch_messages.py
 _MOST_IDLE = 8
@@ -39,8 +41,9 @@ _EXIT_S = 5.0
 
 
 class _Helpers:
-    """Threads that wait inside torch, so that nobody else has to: such a wait can be neither polled nor interrupted,
-    and to end it early ends gloo's connections. A thread that is done takes the next wait.
+    """Threads that wait inside torch where who wants a message cannot: such a wait cannot be polled, a message may have
+    several parts, and where torch has changed no wait can be left without an end to gloo's connections. A thread that
+    is done takes the next wait.
     """
 
     def __init__(self) -> None:
@@ -80,6 +83,21 @@ class _Helpers:
                     return
                 self._idle += 1
             del posted  # and the memory that it keeps
+
+
+_waiting: set[int] = set()  # the threads that are in ``wait_for_a_slice``
+
+
+def wait_for_a_slice(message: GlooMessage, longest: timedelta, slice_s: float) -> bool:
+    """Waits until ``message`` is complete, or for a slice; says whether it is. In torch, unless the process ends."""
+    _waiting.add(threading.get_ident())
+    try:
+        if not helpers.is_ending:
+            return message.wait(longest, slice_s)
+    finally:
+        _waiting.discard(threading.get_ident())
+    time.sleep(slice_s)
+    return message.is_complete
 
 
 class _Call(NamedTuple):
@@ -134,7 +152,7 @@ def _end_all() -> None:
     for group in {id(group): group for group in helpers.groups() + given_up.groups()}.values():
         end_waits(group)
     deadline = time.monotonic() + _EXIT_S
-    while not (helpers.is_idle and not given_up.groups()) and time.monotonic() < deadline:
+    while not (helpers.is_idle and not _waiting and not given_up.groups()) and time.monotonic() < deadline:
         time.sleep(1e-3)
     for group in given_up.groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # to destroy it would take as long as its call

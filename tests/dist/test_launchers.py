@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,9 +25,42 @@ needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="mpirun or mpi4py is not inst
 
 
 def start(command: list[str], timeout_s: float = 900, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``command`` with no launcher's variables but ``environ``."""
+    """Runs ``command`` with no launcher's variables but ``environ``. What hangs tells where: the stack of each rank."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-    return subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+    clean["PYTHONFAULTHANDLER"] = "1"
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=clean | environ, text=True, **pipes) as process:
+        try:
+            printed = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            found = [f"still running after {timeout_s} s: {command}", *map(end_and_describe, descendants(process.pid))]
+            try:
+                printed = process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                printed = process.communicate()
+            raise AssertionError("\n".join([*found, *printed])) from None
+    return subprocess.CompletedProcess(command, process.returncode, *printed)
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of ``pid``, theirs, and so on: those that started others first."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [each for child in children for each in descendants(child)]
+
+
+def end_and_describe(pid: int) -> str:
+    """Returns what a process is and waits for. Ends it by SIGABRT, at which Python prints the stack of each thread, unless
+    it has children, whose words it may pass on.
+    """
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        told = f"pid {pid}: {command[-120:]}; in {Path(f'/proc/{pid}/wchan').read_text()}"
+        if not descendants(pid):
+            os.kill(pid, signal.SIGABRT)
+    except OSError:
+        told = f"pid {pid}: has ended"
+    return told
 
 
 def reports(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
