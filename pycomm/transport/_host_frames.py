@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CollectiveTimeoutError
+from ..errors import CollectiveTimeoutError, TransportError
 from . import _wording as wording
 from ._turns import left_s
 from .base import FRAME_COMPARED_BYTES, FRAME_HEADER_BYTES
@@ -89,6 +89,11 @@ class HostFrames:
         key = (id(swapped), *lengths)
         if key in self._rows:
             return self._rows[key][1]
+        if not all(_SHORT_BYTES <= length <= self.frame_bytes for length in lengths):
+            raise TransportError(
+                f"{self._outer.place('a call')}: frames are {lengths} bytes long by host, expected {_SHORT_BYTES} "
+                f"to {self.frame_bytes}; see whether all hosts run the same version of pycomm"
+            )
         rows: list[torch.Tensor] = [swapped] * self._outer.world_size
         for ranks, block, length in zip(self._hosts, swapped, lengths):
             for rank, row in zip(ranks, block[: len(ranks) * length].view(len(ranks), length)):
