@@ -1,7 +1,7 @@
 # make run    set up .venv, then data-parallel training on real data: the main job, end to end
 # make test   set up .venv, then the test suite
 # make gpu-check  on a machine with a GPU: build with CUDA, GPU tests, benchmark of the kernels
-# make test-torch-versions  the torch.distributed backend from one wheel on every torch of TORCH_VERSIONS
+# make test-torch-versions  what depends on torch the most, from one wheel, on every torch of TORCH_VERSIONS
 # make peers  the libraries that `pycomm bench --against` compares with, each in an environment of its own
 # Needs Python 3.11+ with venv and headers, a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
 
@@ -32,7 +32,7 @@ test-torch-versions: setup wheel
 		test -x $$venv/bin/python || $(PYTHON) -m venv $$venv || exit 1; \
 		$$venv/bin/python -m pip install -q torch==$$version numpy rich pytest pytest-timeout hypothesis || exit 1; \
 		$$venv/bin/python -m pip install -q --no-deps --force-reinstall dist/pycomm-*.whl || exit 1; \
-		$$venv/bin/python -P -m pytest -q -m "not mpi" tests/dist/test_torch_backend.py || exit 1; \
+		$$venv/bin/python -P -m pytest -q -m "not mpi" tests/dist/test_torch_backend.py tests/dist/test_gloo_exchange.py || exit 1; \
 	done
 
 peers: setup
