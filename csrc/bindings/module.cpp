@@ -7,11 +7,11 @@ namespace pycomm {
 void bind_board(py::module_& m);
 void bind_codecs(py::module_& m);
 void bind_frames(py::module_& m);
+void bind_gloo_waits(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_overlap(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_shm(py::module_& m);
-void bind_gloo_waits(py::module_& m);
 void bind_verb(py::module_& m);
 }  // namespace pycomm
 

@@ -74,9 +74,8 @@ class HostFrames:
         short = self._inner.exchange(frame[:_SHORT_BYTES], _VERB, left_s(deadline))
         raw = [row.data for row in short.numpy()]
         longest = max(_LENGTH.unpack_from(row, _LENGTH_AT)[0] for row in raw)
-        agree = all(row[:FRAME_COMPARED_BYTES] == raw[0][:FRAME_COMPARED_BYTES] for row in raw)
         block = short
-        if longest > _SHORT_BYTES and agree:
+        if longest > _SHORT_BYTES and all(row[:FRAME_COMPARED_BYTES] == raw[0][:FRAME_COMPARED_BYTES] for row in raw):
             rest = torch.empty((len(raw), longest - _SHORT_BYTES), dtype=torch.uint8)
             self._inner.all_gather_single(rest.view(-1), frame[_SHORT_BYTES:longest], left_s(deadline))
             block = torch.cat((short, rest), dim=1)
