@@ -103,7 +103,7 @@ template <class W>
 PYCOMM_HD typename W::template Of<std::uint32_t> round_to_bfloat16(typename W::template Of<float> value) {
   using U = typename W::template Of<std::uint32_t>;
   const U bits = bit_cast<U>(value);
-  const U rounded = select((bits & 0x10000u) != 0, U(bits + 0x8000u), U(bits + 0x7FFFu));
+  const U rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
   return select(differs(value, value), W::template splat<std::uint32_t>(0x7FC00000u), rounded);
 }
 

@@ -54,6 +54,8 @@ struct Scalar {
   static PYCOMM_HD T splat(T value) {
     return value;
   }
+  static PYCOMM_HD std::int32_t smaller(std::int32_t a, std::int32_t b) { return a < b ? a : b; }
+  static PYCOMM_HD std::int32_t larger(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
 };
 
 }  // namespace pycomm

@@ -66,6 +66,10 @@ struct IntCode {
   }
 };
 
+// [Note: rounding by an addition]
+// A float32 of 2^23 quanta or a little more has a last bit that is worth one quantum: what is added to it is rounded to
+// whole quanta, to nearest, ties to even, and their number lies in the low bits. A small float's quantum is the last bit of
+// its mantissa, so 2^kShift times the number's own power of two does it; below the normal numbers the quantum stays.
 template <class F>
 struct FloatCode {
   static constexpr int kBits = F::kExponentBits + F::kMantissaBits + 1;
@@ -76,40 +80,64 @@ struct FloatCode {
 
   template <class W>
   struct Encoded {
-    typename W::template Of<std::int32_t> code;
-    PYCOMM_HD typename W::template Of<float> value() const { return decode_small<W, F>(code); }
+    typename W::template Of<std::int32_t> code;  // in the low bits; noise above
+    typename W::template Of<float> decoded;
+    PYCOMM_HD typename W::template Of<float> value() const { return decoded; }
   };
 
   template <class W, bool stochastic>
   static PYCOMM_HD Encoded<W> encode(typename W::template Of<float> value,
                                      [[maybe_unused]] typename W::template Of<std::int32_t> random) {
     using I = typename W::template Of<std::int32_t>;
-    using V = typename W::template Of<float>;
     const I bits = bit_cast<I>(value);
     const I magnitude = bits & 0x7FFFFFFF;
     const I sign = (bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit;
-    I code;
-    V quanta;
-    // 1.5 * 2^23 quanta: float32's last bit is worth one quantum there, so the addition rounds to whole quanta.
-    constexpr int kMagicBits = power_of_two_bits(F::kQuantumExponent + 23) + (1 << 22);
-    const V magic = bit_cast<V>(W::template splat<std::int32_t>(kMagicBits));
     if constexpr (stochastic) {
-      const I up = (random << (F::kShift - 16)) + ((1 << (F::kShift - 17)) - F::kRebias);
-      code = (magnitude + up) >> F::kShift;
-      const float quantum = bit_cast<float>(power_of_two_bits(F::kQuantumExponent));
-      quanta = bit_cast<V>(magnitude) + dither<W>(random) * quantum + magic;
+      const I code = round_up_at<W>(magnitude, random) | sign;
+      return {code, decode_small<W, F>(code)};
     } else {
-      code = (magnitude + ((magnitude >> F::kShift) & 1) + ((1 << (F::kShift - 1)) - 1 - F::kRebias)) >> F::kShift;
-      quanta = bit_cast<V>(magnitude) + magic;
+      return round<W>(magnitude, sign, bits & ~0x7FFFFFFF);
     }
-    code = select(magnitude < F::kMinNormal, bit_cast<I>(quanta) - kMagicBits, code);
-    code = select(code > kLargestCode, W::template splat<std::int32_t>(kLargestCode), code);
-    return {code | sign};
   }
 
   template <class W>
   static PYCOMM_HD typename W::template Of<float> decode(typename W::template Of<std::int32_t> code) {
     return decode_small<W, F>(code);
+  }
+
+ private:
+  // To nearest: [Note: rounding by an addition].
+  template <class W>
+  static PYCOMM_HD Encoded<W> round(typename W::template Of<std::int32_t> magnitude, typename W::template Of<std::int32_t> sign,
+                                    typename W::template Of<std::int32_t> sign_bit) {
+    using I = typename W::template Of<std::int32_t>;
+    using V = typename W::template Of<float>;
+    // The exponent's part of the code is added from the addend's bits, which are too large by a constant. What makes up for
+    // it, modulo the code's bits, is added as quanta, which leaves ties to even as they are if it is even.
+    constexpr int kTooLarge = (F::kMinNormal >> F::kShift) + (F::kShift << F::kMantissaBits);
+    constexpr int kAdded = -kTooLarge & 255;
+    static_assert(kAdded % 2 == 0);
+    magnitude = W::smaller(magnitude, W::template splat<std::int32_t>(kLargestBits));
+    const I power = W::larger(magnitude & 0x7F800000, W::template splat<std::int32_t>(F::kMinNormal));
+    const I addend = power + ((F::kShift << 23) + kAdded);
+    const V sum = bit_cast<V>(magnitude) + bit_cast<V>(addend);
+    const I code = bit_cast<I>(sum) + (addend >> F::kShift);
+    return {code | sign, bit_cast<V>(bit_cast<I>(V(sum - bit_cast<V>(addend))) | sign_bit)};
+  }
+
+  // Up by chance.
+  template <class W>
+  static PYCOMM_HD typename W::template Of<std::int32_t> round_up_at(typename W::template Of<std::int32_t> magnitude,
+                                                                     typename W::template Of<std::int32_t> random) {
+    using I = typename W::template Of<std::int32_t>;
+    using V = typename W::template Of<float>;
+    constexpr int kMagicBits = power_of_two_bits(F::kQuantumExponent + 23) + (1 << 22);
+    const V magic = bit_cast<V>(W::template splat<std::int32_t>(kMagicBits));
+    const I up = (random << (F::kShift - 16)) + ((1 << (F::kShift - 17)) - F::kRebias);
+    const float quantum = bit_cast<float>(power_of_two_bits(F::kQuantumExponent));
+    const V quanta = bit_cast<V>(magnitude) + dither<W>(random) * quantum + magic;
+    const I code = select(magnitude < F::kMinNormal, bit_cast<I>(quanta) - kMagicBits, I((magnitude + up) >> F::kShift));
+    return select(code > kLargestCode, W::template splat<std::int32_t>(kLargestCode), code);
   }
 };
 

@@ -23,7 +23,10 @@ void spread_codes(std::uint8_t* codes, const std::uint8_t* packed, std::size_t c
 // Adds `value` to, or writes it over, the elements at `to`. Every NaN becomes the one.
 template <class W, bool is_added, bool is_streamed>
 PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<float> value) {
-  if constexpr (is_added) value = load_floats<W>(to, i) + value;
+  if constexpr (is_added) {
+    if constexpr (W::kLanes > 1) fetch_ahead<sizeof(value)>(reinterpret_cast<const char*>(to + i));
+    value = load_floats<W>(to, i) + value;
+  }
   value = Native<float>::encode<W>(value);
   if constexpr (is_streamed && W::kLanes > 1) {
     store_streamed(reinterpret_cast<char*>(to + i), value);

@@ -26,6 +26,10 @@ PYCOMM_HD To convert_lanes(From from) {
   if constexpr (sizeof(From) == 8) {
     return bit_cast<To>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bit_cast<long long>(from))));
   }
+  if constexpr (std::is_same_v<To, typename VectorOf<std::uint16_t, 8>::type> && sizeof(From) == 32) {
+    const __m256i values = bit_cast<__m256i>(from);  // of 16 bits each
+    return bit_cast<To>(_mm_packus_epi32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1)));
+  }
   if constexpr (sizeof(To) == 8) {
     const __m256i values = bit_cast<__m256i>(from);  // of 8 bits each, so that packing saturates none
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
@@ -34,6 +38,17 @@ PYCOMM_HD To convert_lanes(From from) {
 #endif
   return __builtin_convertvector(from, To);
 }
+
+#if PYCOMM_VECTOR_BYTES == 32
+// The low bytes of four registers of int32, in order. (AVX-512 narrows one register in one instruction.)
+template <class I>
+PYCOMM_HD __m256i low_bytes(I a, I b, I c, I d) {
+  // Packing takes the lower halves of both registers, then the upper ones; packed twice, dwords 0 4 1 5 ... are in order.
+  const __m256i ab = _mm256_packus_epi32(bit_cast<__m256i>(a & 255), bit_cast<__m256i>(b & 255));
+  const __m256i cd = _mm256_packus_epi32(bit_cast<__m256i>(c & 255), bit_cast<__m256i>(d & 255));
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+#endif
 
 template <int lanes>
 struct Wide {
@@ -49,6 +64,25 @@ struct Wide {
   static PYCOMM_HD Of<T> splat(T value) {
     return value - Of<T>{};  // x - 0 is x, also for -0.0
   }
+  // By intrinsics, as GCC does not see one instruction in a comparison with a constant and a choice.
+  static PYCOMM_HD Of<std::int32_t> smaller(Of<std::int32_t> a, Of<std::int32_t> b) {
+#if PYCOMM_VECTOR_BYTES == 64
+    return bit_cast<Of<std::int32_t>>(_mm512_maskz_min_epi32(0xFFFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif PYCOMM_VECTOR_BYTES == 32
+    return bit_cast<Of<std::int32_t>>(_mm256_min_epi32(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#else
+    return select(a < b, a, b);
+#endif
+  }
+  static PYCOMM_HD Of<std::int32_t> larger(Of<std::int32_t> a, Of<std::int32_t> b) {
+#if PYCOMM_VECTOR_BYTES == 64
+    return bit_cast<Of<std::int32_t>>(_mm512_maskz_max_epi32(0xFFFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif PYCOMM_VECTOR_BYTES == 32
+    return bit_cast<Of<std::int32_t>>(_mm256_max_epi32(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#else
+    return select(a > b, a, b);
+#endif
+  }
 };
 
 // -- memory: any alignment -------------------------------------------------------------------------------------------
@@ -63,6 +97,19 @@ PYCOMM_HD V load(const char* from) {
 template <class V>
 PYCOMM_HD void store(char* to, V value) {
   std::memcpy(to, &value, sizeof(V));
+}
+
+// [Note: reading ahead]
+// The hardware fetches ahead of a loop only to the end of a page of 4 KiB. A core that asks for the lines kAhead further
+// on reads memory 1.3 to 1.4 times as fast.
+inline constexpr std::size_t kAhead = 2048;
+
+// Asks for what lies kAhead behind the `bytes` at `from`. (As a number: it may lie behind the end, which does no harm.)
+template <std::size_t bytes>
+PYCOMM_HD void fetch_ahead(const char* from) {
+  const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(from) + kAhead;
+#pragma GCC unroll 16
+  for (std::size_t line = 0; line < bytes; line += 64) __builtin_prefetch(reinterpret_cast<const void*>(next + line));
 }
 
 // A non-temporal store. `to` is aligned to sizeof(V).

@@ -43,7 +43,14 @@ void convert_all(char* to, const char* from, std::size_t numel, float scale) {
       ++i;
     }
   }
+  constexpr std::size_t kStep = 4 * kLanesOfFloat;
+  for (; i + kStep <= numel; i += kStep) {
+    fetch_ahead<kStep * kFrom>(from + i * kFrom);
 #pragma GCC unroll 4
+    for (std::size_t j = i; j < i + kStep; j += kLanesOfFloat) {
+      convert_lanes_of<Floats, To, From, is_scaled, is_streamed>(to + j * kTo, from + j * kFrom, scale);
+    }
+  }
   for (; i + kLanesOfFloat <= numel; i += kLanesOfFloat) {
     convert_lanes_of<Floats, To, From, is_scaled, is_streamed>(to + i * kTo, from + i * kFrom, scale);
   }

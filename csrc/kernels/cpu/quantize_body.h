@@ -58,7 +58,7 @@ PYCOMM_HD auto read_bits(const float* flat, float* residual, std::size_t i) {
 
 // The largest magnitude's bits: as integers NaN > infinity > all else.
 template <bool has_residual>
-int find_amax(const float* flat, float* residual, std::size_t count) {
+PYCOMM_HD int find_amax(const float* flat, float* residual, std::size_t count) {
   using I = typename Floats::Of<std::int32_t>;
   constexpr std::size_t kStep = 4 * kLanesOfFloat;
   I most[4] = {};
@@ -67,10 +67,10 @@ int find_amax(const float* flat, float* residual, std::size_t count) {
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       const I bits = read_bits<Floats, has_residual>(flat, residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
-      most[k] = select(bits > most[k], bits, most[k]);
+      most[k] = Floats::larger(most[k], bits);
     }
   }
-  for (int k = 1; k < 4; ++k) most[0] = select(most[k] > most[0], most[k], most[0]);
+  for (int k = 1; k < 4; ++k) most[0] = Floats::larger(most[0], most[k]);
   int lanes[kLanesOfFloat], amax = 0;
   std::memcpy(lanes, &most[0], sizeof(lanes));
   for (const int lane : lanes) amax = std::max(amax, lane);
@@ -140,19 +140,38 @@ inline const std::uint16_t* fill_random(Random& random, std::uint64_t seed, std:
 
 // Asks for the line that lies in the next chunk where `from[i]` lies in this one: while a chunk is encoded, nothing else
 // would be read from memory. (As a number: it may lie behind the end, which does no harm.)
-template <class W, bool is_written>
+template <bool is_written>
 PYCOMM_HD void prefetch_next(const float* from, std::size_t i) {
-  if constexpr (W::kLanes > 1) {
-    const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(from) + 4 * (i + kChunk);
-    __builtin_prefetch(reinterpret_cast<const void*>(next), is_written);
-  }
+  const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(from) + 4 * (i + kChunk);
+  __builtin_prefetch(reinterpret_cast<const void*>(next), is_written);
 }
 
-// Codes of `count` elements, a byte each. `left` gets the residual.
+// Writes the codes of `count` elements, a byte each: the low ones of what encode(W, index) returns as int32.
+template <bool is_written, class Encode>
+PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t count, Encode encode) {
+  std::size_t begin = 0;
+#if PYCOMM_VECTOR_BYTES == 32
+  for (; begin + 32 <= count; begin += 32) {
+    prefetch_next<is_written>(input, begin);
+    prefetch_next<is_written>(input, begin + 16);
+    const auto a = encode(Floats{}, begin), b = encode(Floats{}, begin + 8);
+    const auto c = encode(Floats{}, begin + 16), d = encode(Floats{}, begin + 24);
+    store_at(codes, begin, low_bytes(a, b, c, d));
+  }
+#endif
+  for_lanes(count - begin, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+    using W = decltype(lanes);
+    if constexpr (W::kLanes > 1) prefetch_next<is_written>(input, begin + i);
+    store_codes<W>(codes, begin + i, encode(lanes, begin + i));
+  });
+}
+
+// Codes of `count` elements, a byte each. `left` gets the residual. Inlined, as blocks may be short: what it needs in
+// registers is then there for all of them.
 template <class Code, bool stochastic, bool has_residual>
-void encode_elements(std::uint8_t* codes, const float* input, float* left, std::size_t count,
+PYCOMM_HD void encode_elements(std::uint8_t* codes, const float* input, float* left, std::size_t count,
                                const BlockScale scale, [[maybe_unused]] const std::uint16_t* random) {
-  for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+  write_codes<has_residual>(codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using I = typename W::template Of<std::int32_t>;
     const auto x = load_floats<W>(input, i);
@@ -161,24 +180,22 @@ void encode_elements(std::uint8_t* codes, const float* input, float* left, std::
       bits16 = W::template convert<I>(load_at<typename W::template Of<std::uint16_t>>(random, 2 * i));
     }
     const auto encoded = Code::template encode<W, stochastic>(x * scale.inverse, bits16);
-    prefetch_next<W, has_residual>(input, i);
-    store_codes<W>(codes, i, encoded.code);
     if constexpr (has_residual) store_at(left, 4 * i, x - encoded.value() * scale.scale);
+    return encoded.code;
   });
 }
 
 template <bool has_residual>
-void encode_signs(std::uint8_t* codes, const float* input, float* left, std::size_t count, float scale) {
-  for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+PYCOMM_HD void encode_signs(std::uint8_t* codes, const float* input, float* left, std::size_t count, float scale) {
+  write_codes<has_residual>(codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using U = typename W::template Of<std::uint32_t>;
     const auto x = load_floats<W>(input, i);
     const U sign = bit_cast<U>(x) & 0x80000000u;
-    prefetch_next<W, has_residual>(input, i);
-    store_codes<W>(codes, i, bit_cast<typename W::template Of<std::int32_t>>(sign >> 31));
     if constexpr (has_residual) {
       store_at(left, 4 * i, x - bit_cast<typename W::template Of<float>>(sign | bit_cast<std::uint32_t>(scale)));
     }
+    return bit_cast<typename W::template Of<std::int32_t>>(sign >> 31);
   });
 }
 
@@ -245,7 +262,7 @@ struct Quantizer {
   }
 
   // Elements [begin, begin + count) of one block, to codes[at ...]; the chunk's random numbers are drawn.
-  void encode(std::size_t at, std::size_t begin, std::size_t count, const BlockScale& scale) {
+  PYCOMM_HD void encode(std::size_t at, std::size_t begin, std::size_t count, const BlockScale& scale) {
     float* const residual = has_residual ? job.residual + begin : nullptr;
     const float* const input = has_residual ? residual : job.flat + begin;
     if (!scale.is_finite) {
