@@ -38,12 +38,14 @@ inline constexpr float kRoundMagic = 0x1.8p23f;
 template <int bits, int largest>
 struct IntCode {
   static constexpr int kBits = bits;
+  static constexpr bool kHasSignBit = false;  // two's complement
   static constexpr float kLargest = largest;
 
   template <class W>
   struct Encoded {
     typename W::template Of<std::int32_t> code;  // in the low bits; noise above
     typename W::template Of<float> shifted;
+    PYCOMM_HD typename W::template Of<std::int32_t> with_sign() const { return code; }
     PYCOMM_HD typename W::template Of<float> value() const { return shifted - kRoundMagic; }
   };
 
@@ -70,9 +72,13 @@ struct IntCode {
 // A float32 of 2^23 quanta or a little more has a last bit that is worth one quantum: what is added to it is rounded to
 // whole quanta, to nearest, ties to even, and their number lies in the low bits. A small float's quantum is the last bit of
 // its mantissa, so 2^kShift times the number's own power of two does it; below the normal numbers the quantum stays.
-template <class F>
+//
+// What is divided by a scale of float32 is rounded to the largest number at most, the block's amax to that very number. A
+// power of two may leave more, where no larger one is a scale: then a code `saturates`.
+template <class F, bool saturates>
 struct FloatCode {
   static constexpr int kBits = F::kExponentBits + F::kMantissaBits + 1;
+  static constexpr bool kHasSignBit = true;
   static constexpr int kLargestCode = F::kOverflow == Overflow::kInfinity ? F::kInfinity - 1 : F::kNaN - 1;
   static constexpr int kLargestBits = (kLargestCode << F::kShift) + F::kRebias;
   static constexpr float kLargest = (1 + (kLargestCode & ((1 << F::kMantissaBits) - 1)) / float(1 << F::kMantissaBits)) *
@@ -80,9 +86,16 @@ struct FloatCode {
 
   template <class W>
   struct Encoded {
-    typename W::template Of<std::int32_t> code;  // in the low bits; noise above
-    typename W::template Of<float> decoded;
-    PYCOMM_HD typename W::template Of<float> value() const { return decoded; }
+    typename W::template Of<std::int32_t> code;  // without its sign, in the low bits; noise above
+    typename W::template Of<std::int32_t> bits;  // whose highest is the sign
+    typename W::template Of<float> magnitude;
+    PYCOMM_HD typename W::template Of<std::int32_t> with_sign() const {
+      return code | ((bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit);
+    }
+    PYCOMM_HD typename W::template Of<float> value() const {
+      using I = typename W::template Of<std::int32_t>;
+      return bit_cast<typename W::template Of<float>>(bit_cast<I>(magnitude) | (bits & ~0x7FFFFFFF));
+    }
   };
 
   template <class W, bool stochastic>
@@ -90,13 +103,11 @@ struct FloatCode {
                                      [[maybe_unused]] typename W::template Of<std::int32_t> random) {
     using I = typename W::template Of<std::int32_t>;
     const I bits = bit_cast<I>(value);
-    const I magnitude = bits & 0x7FFFFFFF;
-    const I sign = (bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit;
     if constexpr (stochastic) {
-      const I code = round_up_at<W>(magnitude, random) | sign;
-      return {code, decode_small<W, F>(code)};
+      const I code = round_up_at<W>(bits & 0x7FFFFFFF, random);
+      return {code, bits, decode_small<W, F>(code)};
     } else {
-      return round<W>(magnitude, sign, bits & ~0x7FFFFFFF);
+      return round<W>(bits);
     }
   }
 
@@ -108,8 +119,7 @@ struct FloatCode {
  private:
   // To nearest: [Note: rounding by an addition].
   template <class W>
-  static PYCOMM_HD Encoded<W> round(typename W::template Of<std::int32_t> magnitude, typename W::template Of<std::int32_t> sign,
-                                    typename W::template Of<std::int32_t> sign_bit) {
+  static PYCOMM_HD Encoded<W> round(typename W::template Of<std::int32_t> bits) {
     using I = typename W::template Of<std::int32_t>;
     using V = typename W::template Of<float>;
     // The exponent's part of the code is added from the addend's bits, which are too large by a constant. What makes up for
@@ -117,12 +127,12 @@ struct FloatCode {
     constexpr int kTooLarge = (F::kMinNormal >> F::kShift) + (F::kShift << F::kMantissaBits);
     constexpr int kAdded = -kTooLarge & 255;
     static_assert(kAdded % 2 == 0);
-    magnitude = W::smaller(magnitude, W::template splat<std::int32_t>(kLargestBits));
+    I magnitude = bits & 0x7FFFFFFF;
+    if constexpr (saturates) magnitude = W::smaller(magnitude, W::template splat<std::int32_t>(kLargestBits));
     const I power = W::larger(magnitude & 0x7F800000, W::template splat<std::int32_t>(F::kMinNormal));
     const I addend = power + ((F::kShift << 23) + kAdded);
     const V sum = bit_cast<V>(magnitude) + bit_cast<V>(addend);
-    const I code = bit_cast<I>(sum) + (addend >> F::kShift);
-    return {code | sign, bit_cast<V>(bit_cast<I>(V(sum - bit_cast<V>(addend))) | sign_bit)};
+    return {bit_cast<I>(sum) + (addend >> F::kShift), bits, sum - bit_cast<V>(addend)};
   }
 
   // Up by chance.
@@ -208,10 +218,10 @@ constexpr auto visit_format(PayloadFormat format, Visit visit) {
     case PayloadFormat::kInt8: return visit(ScaledFormat<PayloadFormat::kInt8, IntCode<8, 127>>{});
     case PayloadFormat::kInt4: return visit(ScaledFormat<PayloadFormat::kInt4, IntCode<4, 7>>{});
     case PayloadFormat::kTernary: return visit(ScaledFormat<PayloadFormat::kTernary, IntCode<2, 1>>{});
-    case PayloadFormat::kFp8E4M3: return visit(ScaledFormat<PayloadFormat::kFp8E4M3, FloatCode<E4M3FNFormat>>{});
-    case PayloadFormat::kFp8E5M2: return visit(ScaledFormat<PayloadFormat::kFp8E5M2, FloatCode<E5M2Format>>{});
-    case PayloadFormat::kMxfp8: return visit(ScaledFormat<PayloadFormat::kMxfp8, FloatCode<E4M3FNFormat>>{});
-    case PayloadFormat::kMxfp4: return visit(ScaledFormat<PayloadFormat::kMxfp4, FloatCode<E2M1Format>>{});
+    case PayloadFormat::kFp8E4M3: return visit(ScaledFormat<PayloadFormat::kFp8E4M3, FloatCode<E4M3FNFormat, false>>{});
+    case PayloadFormat::kFp8E5M2: return visit(ScaledFormat<PayloadFormat::kFp8E5M2, FloatCode<E5M2Format, false>>{});
+    case PayloadFormat::kMxfp8: return visit(ScaledFormat<PayloadFormat::kMxfp8, FloatCode<E4M3FNFormat, true>>{});
+    case PayloadFormat::kMxfp4: return visit(ScaledFormat<PayloadFormat::kMxfp4, FloatCode<E2M1Format, true>>{});
     case PayloadFormat::kSign: break;
   }
   return visit(SignFormat{});

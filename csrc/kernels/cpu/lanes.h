@@ -40,13 +40,23 @@ PYCOMM_HD To convert_lanes(From from) {
 }
 
 #if PYCOMM_VECTOR_BYTES == 32
-// The low bytes of four registers of int32, in order. (AVX-512 narrows one register in one instruction.)
+// Of four registers of int32 the low bytes, in order, or bytes of which the highest bits are their signs. (AVX-512 narrows
+// a register by one instruction.) Packing takes the lower halves of two registers, then the upper ones; packed twice,
+// dwords 0 4 1 5 ... are in order.
+PYCOMM_HD __m256i in_order(__m256i packed) {
+  return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
 template <class I>
 PYCOMM_HD __m256i low_bytes(I a, I b, I c, I d) {
-  // Packing takes the lower halves of both registers, then the upper ones; packed twice, dwords 0 4 1 5 ... are in order.
   const __m256i ab = _mm256_packus_epi32(bit_cast<__m256i>(a & 255), bit_cast<__m256i>(b & 255));
   const __m256i cd = _mm256_packus_epi32(bit_cast<__m256i>(c & 255), bit_cast<__m256i>(d & 255));
-  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  return in_order(_mm256_packus_epi16(ab, cd));
+}
+template <class I>
+PYCOMM_HD __m256i sign_bytes(I a, I b, I c, I d) {
+  const __m256i ab = _mm256_packs_epi32(bit_cast<__m256i>(a), bit_cast<__m256i>(b));
+  const __m256i cd = _mm256_packs_epi32(bit_cast<__m256i>(c), bit_cast<__m256i>(d));
+  return in_order(_mm256_packs_epi16(ab, cd));
 }
 #endif
 

@@ -146,7 +146,34 @@ PYCOMM_HD void prefetch_next(const float* from, std::size_t i) {
   __builtin_prefetch(reinterpret_cast<const void*>(next), is_written);
 }
 
-// Writes the codes of `count` elements, a byte each: the low ones of what encode(W, index) returns as int32.
+// Codes of 8 bits whose highest is the sign; `codes` lack it, and `bits` have it as their own highest.
+template <class I>
+struct SignedCodes {
+  I codes, bits;
+};
+
+template <class I>
+PYCOMM_HD I joined(I codes) {
+  return codes;
+}
+template <class I>
+PYCOMM_HD I joined(SignedCodes<I> signed_codes) {
+  return signed_codes.codes | (signed_codes.bits >> 24 & 128);
+}
+
+#if PYCOMM_VECTOR_BYTES == 32
+template <class I>
+PYCOMM_HD __m256i narrow(I a, I b, I c, I d) {
+  return low_bytes(a, b, c, d);
+}
+template <class I>
+PYCOMM_HD __m256i narrow(SignedCodes<I> a, SignedCodes<I> b, SignedCodes<I> c, SignedCodes<I> d) {
+  const __m256i signs = _mm256_and_si256(sign_bytes(a.bits, b.bits, c.bits, d.bits), _mm256_set1_epi8(-128));
+  return _mm256_or_si256(low_bytes(a.codes, b.codes, c.codes, d.codes), signs);
+}
+#endif
+
+// Writes the codes of `count` elements, a byte each: the low ones of what encode(W, index) returns, int32 or SignedCodes.
 template <bool is_written, class Encode>
 PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t count, Encode encode) {
   std::size_t begin = 0;
@@ -156,13 +183,13 @@ PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t 
     prefetch_next<is_written>(input, begin + 16);
     const auto a = encode(Floats{}, begin), b = encode(Floats{}, begin + 8);
     const auto c = encode(Floats{}, begin + 16), d = encode(Floats{}, begin + 24);
-    store_at(codes, begin, low_bytes(a, b, c, d));
+    store_at(codes, begin, narrow(a, b, c, d));
   }
 #endif
   for_lanes(count - begin, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     if constexpr (W::kLanes > 1) prefetch_next<is_written>(input, begin + i);
-    store_codes<W>(codes, begin + i, encode(lanes, begin + i));
+    store_codes<W>(codes, begin + i, joined(encode(lanes, begin + i)));
   });
 }
 
@@ -181,7 +208,11 @@ PYCOMM_HD void encode_elements(std::uint8_t* codes, const float* input, float* l
     }
     const auto encoded = Code::template encode<W, stochastic>(x * scale.inverse, bits16);
     if constexpr (has_residual) store_at(left, 4 * i, x - encoded.value() * scale.scale);
-    return encoded.code;
+    if constexpr (Code::kHasSignBit && Code::kBits == 8) {
+      return SignedCodes<I>{encoded.code, encoded.bits};
+    } else {
+      return encoded.with_sign();
+    }
   });
 }
 

@@ -138,7 +138,7 @@ __device__ Four encode_four(const QuantizeJob& job, const BlockScale& scale, con
       left.x[j] = input.x[j] - __int_as_float((bits & static_cast<int>(0x80000000u)) | __float_as_int(scale.scale));
     } else {
       const auto encoded = Format::Code::template encode<Scalar, stochastic>(input.x[j] * scale.inverse, random[j]);
-      code[j] = encoded.code;
+      code[j] = encoded.with_sign();
       left.x[j] = input.x[j] - encoded.value() * scale.scale;
     }
   }
