@@ -26,6 +26,7 @@ from . import _wording as wording
 from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, gloo_message_of, timeout_of, wait_for
 from ._torch_waits import wait_for_a_slice
 from ._watch import first_slice_s, slices_s
+from ._watched import Lateness
 
 if TYPE_CHECKING:
     from .._native import GlooMessage
@@ -54,6 +55,7 @@ class PostedExchange:
         # frames are read it may write the next one's.
         self._rounds = [_Round(len(ranks), nbytes) for _ in range(2)]
         self._turn = 0
+        self._lateness = Lateness()
         self.can_leave = False  # the waits for receives; known with the first ones
         self._receives: list[Any] = []
         if is_ahead:
@@ -84,6 +86,7 @@ class PostedExchange:
     ) -> _Round:
         transport = self._transport
         group, limit_s = transport.open_group(), transport.timeout_s if timeout_s is None else timeout_s
+        is_late = self._lateness.begin(limit_s)
         here, self._turn = self._rounds[self._turn], 1 - self._turn
         sent = here.copy(frame.data_ptr(), nbytes)
         try:
@@ -96,6 +99,8 @@ class PostedExchange:
         if meanwhile is not None:
             meanwhile()
         self._await(here.receives, verb, limit_s)
+        if is_late:
+            transport.check_given_up(verb)
         return here
 
     def _post(self, into: _Round) -> list[Any]:

@@ -203,6 +203,10 @@ class Watch:
             self._next_ask = time.monotonic() + self._ask_s
         return self.failure
 
+    def ask(self, call: int) -> Failure | None:
+        """Says, as ``look`` does, what the others left in the store; it takes a trip to it."""
+        return self.failure or self._ask(call, None)
+
     def search(self, call: int, peer: int = -1) -> Failure | None:
         """Looks for a while for what broke a call, as ``look`` does: a rank's process may just be ending.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,22 @@ if TYPE_CHECKING:
     from ..errors import TransportError
     from ._watch import Message, Watch
 
-__all__ = ["WatchedTransport"]
+__all__ = ["Lateness", "WatchedTransport"]
+
+_LATE_S = 1.0  # in which time the others may have given up, if a call's time limit is no shorter
+
+
+class Lateness:
+    """Of one kind of call that all ranks make alike: whether this rank comes to it late."""
+
+    def __init__(self) -> None:
+        self._begun_s = -math.inf  # this rank's last such call: nobody has waited for the next one since before that
+
+    def begin(self, limit_s: float) -> bool:
+        """Begins a call; says whether others may have waited for it until their time was over."""
+        begin_s = time.monotonic()
+        waited_s, self._begun_s = begin_s - self._begun_s, begin_s
+        return waited_s > min(limit_s, _LATE_S)
 
 
 class WatchedTransport(Transport):
@@ -52,6 +69,15 @@ class WatchedTransport(Transport):
         """Raises what broke the group, if that is known already."""
         if self.watch.failure is not None:
             raise self.failed(doing, self.watch.failure)
+
+    def check_given_up(self, doing: str) -> None:
+        """Raises what broke the group, if another rank says so: for one that has come late.
+
+        It finds what the others sent before they gave up, and would be the only one for which the call succeeds.
+        """
+        failure = self.watch.ask(self.calls)
+        if failure is not None:
+            raise self.failed(doing, failure)
 
     def failed(self, doing: str, failure: wording.Failure) -> TransportError:
         """Returns the error of a call on a group that ``failure`` broke."""

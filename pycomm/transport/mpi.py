@@ -36,7 +36,7 @@ from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
 from ._patience import Patience
 from ._watch import SLICE_S, Message, Watch
-from ._watched import WatchedTransport
+from ._watched import Lateness, WatchedTransport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
@@ -108,6 +108,7 @@ class MpiTransport(WatchedTransport):
         self._messages: MpiMessages = MpiMessages(self)
         self._under_way: dict[int, object] = {}  # by id: what MPI has and has not completed. It may touch its memory
         self.frame_bytes = frame_bytes_for(self.world_size)
+        self._lateness = Lateness()  # of swaps of frames
         self._swaps: FrameSwaps | None = None
         self._types: dict[int, Any] = {}
 
@@ -140,7 +141,11 @@ class MpiTransport(WatchedTransport):
             if self._swaps is not None:
                 self._swaps.free()
             self._swaps = FrameSwaps(self, frame)
-        return self._swaps.run(nbytes, verb, timeout_s, self._swap)
+        is_late = self._lateness.begin(self.timeout_s if timeout_s is None else timeout_s)
+        frames = self._swaps.run(nbytes, verb, timeout_s, self._swap)
+        if is_late:
+            self.check_given_up(verb)
+        return frames
 
     def _swap(self, swap: FrameSwap, verb: str, timeout_s: float | None) -> None:
         try:

@@ -98,3 +98,24 @@ def run_out_of_time(rank: int) -> None:
 @pytest.mark.parametrize("transport", EVERYWHERE)
 def test_a_timeout_is_everybodys_and_a_new_group_works(transport: str) -> None:
     run_ranks(3, run_out_of_time, transport=transport)
+
+
+def come_late(rank: int) -> None:
+    """The others have given up, but what they sent for the call is there: it is all that a small one needs."""
+    check_sum()
+    told, tensor = pycomm.new_group(range(3)), torch.full((10,), float(rank))
+    limit_s = None if rank == VICTIM else 1.5
+    if rank == VICTIM:
+        for peer in {0, 1, 2} - {VICTIM}:
+            pycomm.recv(torch.empty(1), peer, group=told)
+    with pytest.raises(CollectiveTimeoutError):
+        pycomm.all_reduce(tensor, timeout=limit_s)
+    assert tensor.eq(rank).all()
+    if rank != VICTIM:
+        pycomm.send(torch.ones(1), VICTIM, group=told)
+    check_sum(pycomm.new_group(range(3)))
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_who_comes_late_raises_as_the_others_did(transport: str) -> None:
+    run_ranks(3, come_late, transport=transport)
