@@ -24,7 +24,7 @@ void spread_codes(std::uint8_t* codes, const std::uint8_t* packed, std::size_t c
 template <class W, bool is_added, bool is_streamed>
 PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<float> value) {
   if constexpr (is_added) {
-    if constexpr (W::kLanes > 1) fetch_ahead<sizeof(value)>(reinterpret_cast<const char*>(to + i));
+    if constexpr (W::kLanes > 1) fetch_ahead<sizeof(value)>(to + i);
     value = load_floats<W>(to, i) + value;
   }
   value = Native<float>::encode<W>(value);

@@ -138,12 +138,10 @@ inline const std::uint16_t* fill_random(Random& random, std::uint64_t seed, std:
   return random.room + skipped;
 }
 
-// Asks for the line that lies in the next chunk where `from[i]` lies in this one: while a chunk is encoded, nothing else
-// would be read from memory. (As a number: it may lie behind the end, which does no harm.)
-template <bool is_written>
-PYCOMM_HD void prefetch_next(const float* from, std::size_t i) {
-  const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(from) + 4 * (i + kChunk);
-  __builtin_prefetch(reinterpret_cast<const void*>(next), is_written);
+// While a chunk is encoded, nothing else would be read from memory: so each step asks for its lines in the next chunk.
+template <std::size_t numel, bool is_written>
+PYCOMM_HD void fetch_next_chunk(const float* from) {
+  fetch_ahead<4 * numel, 4 * kChunk, is_written>(from);
 }
 
 // Codes of 8 bits whose highest is the sign; `codes` lack it, and `bits` have it as their own highest.
@@ -164,12 +162,12 @@ PYCOMM_HD I joined(SignedCodes<I> signed_codes) {
 #if PYCOMM_VECTOR_BYTES == 32
 template <class I>
 PYCOMM_HD __m256i narrow(I a, I b, I c, I d) {
-  return low_bytes(a, b, c, d);
+  return in_order(low_bytes(a, b, c, d));
 }
 template <class I>
 PYCOMM_HD __m256i narrow(SignedCodes<I> a, SignedCodes<I> b, SignedCodes<I> c, SignedCodes<I> d) {
   const __m256i signs = _mm256_and_si256(sign_bytes(a.bits, b.bits, c.bits, d.bits), _mm256_set1_epi8(-128));
-  return _mm256_or_si256(low_bytes(a.codes, b.codes, c.codes, d.codes), signs);
+  return in_order(_mm256_or_si256(low_bytes(a.codes, b.codes, c.codes, d.codes), signs));
 }
 #endif
 
@@ -179,8 +177,7 @@ PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t 
   std::size_t begin = 0;
 #if PYCOMM_VECTOR_BYTES == 32
   for (; begin + 32 <= count; begin += 32) {
-    prefetch_next<is_written>(input, begin);
-    prefetch_next<is_written>(input, begin + 16);
+    fetch_next_chunk<32, is_written>(input + begin);
     const auto a = encode(Floats{}, begin), b = encode(Floats{}, begin + 8);
     const auto c = encode(Floats{}, begin + 16), d = encode(Floats{}, begin + 24);
     store_at(codes, begin, narrow(a, b, c, d));
@@ -188,7 +185,7 @@ PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t 
 #endif
   for_lanes(count - begin, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    if constexpr (W::kLanes > 1) prefetch_next<is_written>(input, begin + i);
+    if constexpr (W::kLanes > 1) fetch_next_chunk<W::kLanes, is_written>(input + begin + i);
     store_codes<W>(codes, begin + i, joined(encode(lanes, begin + i)));
   });
 }

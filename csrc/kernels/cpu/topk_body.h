@@ -55,8 +55,8 @@ std::size_t collect_candidates(const CollectPass& pass) {
   // As a rule none of four registers has a candidate: so they are looked at together, and then their candidates in one loop.
   constexpr std::size_t kStep = 4 * kLanesOfFloat;
   for (; i + kStep <= pass.numel; i += kStep) {
-    fetch_ahead<4 * kStep>(reinterpret_cast<const char*>(pass.flat + i));
-    if constexpr (has_residual) fetch_ahead<4 * kStep>(reinterpret_cast<const char*>(pass.residual + i));
+    fetch_ahead<4 * kStep>(pass.flat + i);
+    if constexpr (has_residual) fetch_ahead<4 * kStep>(pass.residual + i);
     I bits[4];
 #pragma GCC unroll 4
     for (std::size_t k = 0; k < 4; ++k) bits[k] = read_bits<Floats, has_residual>(pass.flat, pass.residual, i + k * kLanesOfFloat);
