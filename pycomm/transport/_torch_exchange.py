@@ -3,7 +3,7 @@
 [Note: one trip]
 gloo sends a message's data when it knows that the receiver has room for it: two trips, if the receive is not posted
 before the send. Behind a megabyte on its way to the same host a trip takes as long as that. So the receives of a swap
-are posted in the one before, where the time is there: while that one's frames travel.
+are posted in the one before, and word of them goes along with its frames: [Note: one packet] in _gloo_sockets.py.
 
 [Note: who waits]
 A collective of gloo's goes through a thread of the group's, which has to wake up to begin it, and again to end it. A
@@ -91,11 +91,12 @@ class PostedExchange:
         sent = here.copy(frame.data_ptr(), nbytes)
         try:
             here.receives = self._receives or self._post(here)
-            here.sends = [group.send(sent, peer, self._tag) for _, peer in self._peers]
+            with transport.corked:  # [Note: one packet] in _gloo_sockets.py
+                here.sends = [group.send(sent, peer, self._tag) for _, peer in self._peers]
+                if self._is_ahead:
+                    self._post_ahead()
         except RuntimeError as error:
             raise transport.error_of(error, verb, limit_s) from error
-        if self._is_ahead:  # now, while the frames travel: it takes a third of the time that they do
-            self._post_ahead()
         if meanwhile is not None:
             meanwhile()
         self._await(here.receives, verb, limit_s)

@@ -270,10 +270,11 @@ class FramedMessages(PlainMessages):
         is_inline = data.numel() <= _INLINE_BYTES
         if is_inline:
             frame[_HEADER_BYTES : _HEADER_BYTES + data.numel()].copy_(data)
-        works = [self._post(lambda: group.send([frame], peer, tag), doing, peer)]
-        if not is_inline:
-            data_tag = _data_tag(tag, message.order, data.numel())
-            works.append(self._post(lambda: group.send([data], peer, data_tag), doing, peer))
+        with self._transport.corked:  # [Note: one packet] in _gloo_sockets.py
+            works = [self._post(lambda: group.send([frame], peer, tag), doing, peer)]
+            if not is_inline:
+                data_tag = _data_tag(tag, message.order, data.numel())
+                works.append(self._post(lambda: group.send([data], peer, data_tag), doing, peer))
 
         def finish(_: Posted, left_s: float) -> None:
             deadline = time.monotonic() + left_s

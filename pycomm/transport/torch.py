@@ -26,7 +26,7 @@ from ..errors import CollectiveTimeoutError, ConfigError, TransportError
 from ..topology import local_address
 from ..types import ReduceOp
 from . import _wording as wording
-from ._deaf_sockets import deafen, listening_sockets
+from ._gloo_sockets import NOT_CORKED, Corked, connected_sockets, deafen, listening_sockets
 from ._patience import Patience
 from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages, timeout_of
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from . import ConnectSpec
+    from ._gloo_sockets import GlooSocket
     from .base import Exchange, ExchangeAmong, MeanwhileOnHost
 
 __all__ = ["TorchTransport", "as_bytes", "connect", "wrap"]
@@ -120,6 +121,7 @@ class TorchTransport(WatchedTransport):
         # One trip of what fits costs less than the ring of gloo's own all_reduce and a comparison before it. Beyond, it
         # costs more that each rank sends all it has to every other one.
         self.frame_bytes = max(1024, FRAME_HEADER_BYTES + _MOST_FRAMED_BYTES // max(1, self.world_size - 1) // 64 * 64)
+        self.corked = NOT_CORKED  # holds back what goes to the other ranks
         self._swap: PostedExchange | None = None  # of the frames that calls begin with
         self._exchanges: list[PostedExchange] = []
         self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -435,20 +437,25 @@ def _make_gloo(meeting: _Meeting, watch: Watch) -> TorchTransport:
         raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout_of(patience.left_s())
-    before = set(listening_sockets())
+    others = listening_sockets(), connected_sockets()
     options._devices = [_gloo_device(host)]
-    listeners = set(listening_sockets()) - before
+    listeners = listening_sockets() - others[0]
+    connections: set[GlooSocket] = set()
     try:
         group = patience.run(lambda: dist.ProcessGroupGloo(store, rank, world_size, options))
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else its ranks connect as they need each other
             deafen(listeners)
+            connections = connected_sockets() - others[1]
     except RuntimeError as error:
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} could not connect to the other ranks by gloo within {timeout_s:.3g} s; see "
             f"whether all of them reached this call and can reach {host or 'the interface in use'} of this host "
             f"(GLOO_SOCKET_IFNAME chooses another) (torch says: {str(error).splitlines()[0]})"
         ) from error
-    return TorchTransport(group, store, timeout_s, host, watch)
+    transport = TorchTransport(group, store, timeout_s, host, watch)
+    if len(connections) == world_size - 1:  # else another thread has connected to something meanwhile
+        transport.corked = Corked(connections)
+    return transport
 
 
 def _gloo_device(host: str | None) -> Any:

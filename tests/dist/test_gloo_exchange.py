@@ -5,6 +5,8 @@ torch that can be left.
 from __future__ import annotations
 
 import random
+import socket
+import struct
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,6 +20,7 @@ from harness import run_ranks
 from pycomm.collectives.context import resolve
 from pycomm.ops import native
 from pycomm.transport import _torch_exchange
+from pycomm.transport._gloo_sockets import Corked, GlooSocket
 from pycomm.transport.base import FRAME_HEADER_BYTES
 from pycomm.transport.torch import TorchTransport
 
@@ -116,6 +119,50 @@ def go_after_the_last(rank: int) -> float:
 
 def test_who_is_done_may_go() -> None:
     assert run_ranks(2, go_after_the_last, transport="torch") == [2.0**20] * 2
+
+
+# -- what the kernel is told about the connections ---------------------------------------------------------------------
+
+DATA_PACKETS = 156  # where struct tcp_info says how many with data a socket has sent, an unsigned int
+
+
+def packets_of_calls(rank: int, calls: int) -> tuple[int, int]:
+    """Returns how many packets with data one call takes at most to a peer, by whole numbers, and how many peers."""
+    tensor, corked = torch.ones(1), own_transport().corked
+    pycomm.all_reduce(tensor)  # posts its own receives, and those of the next call
+    before = [sent_packets(fd) for fd in corked.fds]
+    for _ in range(calls):
+        pycomm.all_reduce(tensor)
+    sent = [sent_packets(fd) - first for fd, first in zip(corked.fds, before, strict=True)]
+    for fd in corked.fds:
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as each:
+            assert not each.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK)
+    return max(sent) // calls, len(sent)
+
+
+def sent_packets(fd: int) -> int:
+    with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as each:
+        info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, DATA_PACKETS + 4)
+    return int(struct.unpack_from("I", info, DATA_PACKETS)[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_call_is_one_packet_to_each_peer(world_size: int) -> None:
+    """Its frame, and word of the receives of the next call; three packets if each went by itself."""
+    assert run_ranks(world_size, packets_of_calls, 200, transport="torch") == [(1, world_size - 1)] * world_size
+
+
+def test_nothing_stays_held_back_after_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver = server.accept()[0]
+        receiver.settimeout(300)
+        with receiver:
+            with pytest.raises(RuntimeError, match="on the way"), Corked([GlooSocket(sender.fileno(), 0)]):
+                sender.send(b"held")
+                assert sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK)
+                raise RuntimeError("on the way")
+            assert not sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK)
+            assert receiver.recv(4) == b"held"
 
 
 # -- between hosts: two of two ranks, as the harness has them ---------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 import pycomm
 from harness import run_ranks
 from pycomm.transport import Patience
-from pycomm.transport._deaf_sockets import listening_sockets
+from pycomm.transport._gloo_sockets import listening_sockets
 from pycomm.transport._handoff import share_memory
 
 MESSAGES = 10_000
