@@ -2,7 +2,9 @@
 
 namespace pycomm::PYCOMM_ISA {
 
-inline void run_copy_streamed(char* destination, const char* source, std::size_t bytes) {
+// The source is one that no other core is writing behind its end, if it is read ahead.
+template <bool reads_ahead>
+void copy_past_caches(char* destination, const char* source, std::size_t bytes) {
   using V = VectorOf<char, PYCOMM_VECTOR_BYTES>::type;
   const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(destination) % sizeof(V);
   if (misaligned != 0) {
@@ -11,6 +13,7 @@ inline void run_copy_streamed(char* destination, const char* source, std::size_t
     destination += head, source += head, bytes -= head;
   }
   for (; bytes >= 4 * sizeof(V); destination += 4 * sizeof(V), source += 4 * sizeof(V), bytes -= 4 * sizeof(V)) {
+    if constexpr (reads_ahead) ReadAhead{true}.fetch<4 * sizeof(V)>(source);
     V block[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) block[k] = load<V>(source + k * sizeof(V));
@@ -21,6 +24,10 @@ inline void run_copy_streamed(char* destination, const char* source, std::size_t
     store_streamed(destination, load<V>(source));
   }
   std::memcpy(destination, source, bytes);
+}
+
+inline void run_copy_streamed(char* destination, const char* source, std::size_t bytes) {
+  copy_past_caches<false>(destination, source, bytes);
 }
 
 inline void run_copy_to_both(char* destination, char* other, const char* source, std::size_t bytes) {

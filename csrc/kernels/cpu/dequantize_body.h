@@ -20,31 +20,35 @@ void spread_codes(std::uint8_t* codes, const std::uint8_t* packed, std::size_t c
   }
 }
 
+// How values get to where they belong.
+enum class Put { kStored, kStreamed, kAdded, kAddedToLong };
+
 // Adds `value` to, or writes it over, the elements at `to`. Every NaN becomes the one.
-template <class W, bool is_added, bool is_streamed>
+template <class W, Put put>
 PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<float> value) {
-  if constexpr (is_added) {
-    if constexpr (W::kLanes > 1) fetch_ahead<sizeof(value)>(to + i);
+  if constexpr (put == Put::kAdded || put == Put::kAddedToLong) {
+    constexpr ReadAhead ahead{put == Put::kAddedToLong};
+    if constexpr (W::kLanes > 1) ahead.fetch<sizeof(value)>(to + i);
     value = load_floats<W>(to, i) + value;
   }
   value = Native<float>::encode<W>(value);
-  if constexpr (is_streamed && W::kLanes > 1) {
+  if constexpr (put == Put::kStreamed && W::kLanes > 1) {
     store_streamed(reinterpret_cast<char*>(to + i), value);
   } else {
     store_at(to, 4 * i, value);
   }
 }
 
-template <class Code, bool is_added, bool is_streamed>
+template <class Code, Put put>
 void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
   for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    put_values<W, is_added, is_streamed>(to, i, Code::template decode<W>(load_codes<W>(codes, i)) * scale);
+    put_values<W, put>(to, i, Code::template decode<W>(load_codes<W>(codes, i)) * scale);
   });
 }
 
 // Element i has bit i of `packed`; vectors start at bits whose number is a multiple of their lanes, so of 4.
-template <bool is_added, bool is_streamed>
+template <Put put>
 void decode_signs(float* to, const std::uint8_t* packed, std::size_t count, float scale) {
   for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
@@ -59,11 +63,11 @@ void decode_signs(float* to, const std::uint8_t* packed, std::size_t count, floa
     }
     const U sign = (W::template splat<std::uint32_t>(word) << shifts) & 0x80000000u;
     const U bits = sign ^ W::template splat<std::uint32_t>(bit_cast<std::uint32_t>(scale));
-    put_values<W, is_added, is_streamed>(to, i, bit_cast<typename W::template Of<float>>(bits));
+    put_values<W, put>(to, i, bit_cast<typename W::template Of<float>>(bits));
   });
 }
 
-template <class Format, bool is_added, bool is_streamed>
+template <class Format, Put put>
 void dequantize_blocks(const DequantizeJob job) {  // a copy: no store can change it
   constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)];
   const PayloadLayout layout{job.format, job.numel, job.block_numel};
@@ -82,12 +86,12 @@ void dequantize_blocks(const DequantizeJob job) {  // a copy: no store can chang
       const unsigned char* const from = job.payload + layout.codes_offset + layout.code_bytes(begin);
       float* const to = job.flat + begin;
       if constexpr (bits == 1) {
-        decode_signs<is_added, is_streamed>(to, from, count, scale);
+        decode_signs<put>(to, from, count, scale);
       } else if constexpr (bits == 8) {
-        decode_elements<typename Format::Code, is_added, is_streamed>(to, from, count, scale);
+        decode_elements<typename Format::Code, put>(to, from, count, scale);
       } else {
         spread_codes<bits>(spread, from, count);
-        decode_elements<typename Format::Code, is_added, is_streamed>(to, spread, count, scale);
+        decode_elements<typename Format::Code, put>(to, spread, count, scale);
       }
     }
   }
@@ -97,9 +101,10 @@ template <class Format>
 void run_dequantize(const DequantizeJob& job) {
   // A vector is streamed to an address that is a multiple of its size; blocks are of 32 elements and so keep that.
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(job.flat) % PYCOMM_VECTOR_BYTES == 0;
-  if (job.is_added) return dequantize_blocks<Format, true, false>(job);
-  if (job.is_streamed && is_aligned) return dequantize_blocks<Format, false, true>(job);
-  dequantize_blocks<Format, false, false>(job);
+  if (job.is_added && !Format::kIsMx && 4 * job.numel >= kLongBytes) return dequantize_blocks<Format, Put::kAddedToLong>(job);
+  if (job.is_added) return dequantize_blocks<Format, Put::kAdded>(job);
+  if (job.is_streamed && is_aligned) return dequantize_blocks<Format, Put::kStreamed>(job);
+  dequantize_blocks<Format, Put::kStored>(job);
 }
 
 }  // namespace pycomm::PYCOMM_ISA

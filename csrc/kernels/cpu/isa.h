@@ -38,12 +38,18 @@ struct CollectPass {
   std::size_t capacity;
 };
 
+// Input that long is in no cache; see [Note: reading ahead].
+inline constexpr std::size_t kLongBytes = std::size_t{32} << 20;
+
+// How contiguous elements are converted: with plain stores, past the caches, or that and read as long input is.
+enum class Run { kCached, kStreamed, kLong };
+
 struct Codecs {
   void (*quantize[kPayloadFormats])(const QuantizeJob&);
   void (*dequantize[kPayloadFormats])(const DequantizeJob&);
   std::size_t (*collect)(const CollectPass&);  // returns how many there are, also beyond the capacity
   // float32, float16 and bfloat16, by PackType: to, from
-  void (*convert[kPackTypes][kPackTypes])(char* to, const char* from, std::size_t numel, float scale, bool is_streamed);
+  void (*convert[kPackTypes][kPackTypes])(char* to, const char* from, std::size_t numel, float scale, Run run);
 };
 
 struct Isa {

@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::size_t kBuffer = 1024;           // elements
 constexpr std::size_t kStreamedNumel = 1024;    // a shorter run is written with plain stores
+constexpr std::size_t kLongNumel = 256 * 1024;  // of a shorter one too much that is read ahead would lie behind its end
 constexpr int kMaxDims = 64;                    // torch has no more
 
 // Moves elements [first, first + count) of a strided tensor, in the order of its shape, to or from `run`.
@@ -58,6 +59,12 @@ void move_items(const PackPart& part, std::size_t first, std::size_t count, char
   }
 }
 
+Run run_of(const PackJob& job, std::size_t count) {
+  if (!job.is_streamed || count < kStreamedNumel) return Run::kCached;
+  const std::size_t bytes = (job.end - job.begin) * kPackItemBytes[static_cast<int>(job.type)];
+  return bytes >= kLongBytes && count >= kLongNumel ? Run::kLong : Run::kStreamed;
+}
+
 // Converts elements [first, first + count) of `part` from (or to, if `is_unpack`) the bucket at `bucket`.
 template <bool is_unpack>
 void convert_part(const PackJob& job, const PackPart& part, std::size_t first, std::size_t count, char* bucket) {
@@ -66,20 +73,19 @@ void convert_part(const PackJob& job, const PackPart& part, std::size_t first, s
   const std::size_t item = kPackItemBytes[outer];
   if (part.is_contiguous) {
     char* const data = part.data + first * item;
-    const bool is_streamed = job.is_streamed && count >= kStreamedNumel;
-    return is_unpack ? convert(data, bucket, count, job.scale, is_streamed)
-                     : convert(bucket, data, count, job.scale, is_streamed);
+    const Run run = run_of(job, count);
+    return is_unpack ? convert(data, bucket, count, job.scale, run) : convert(bucket, data, count, job.scale, run);
   }
   alignas(64) char run[4 * kBuffer];
   for (std::size_t done = 0; done < count;) {
     const std::size_t now = std::min(kBuffer, count - done);
     char* const place = bucket + done * kPackItemBytes[inner];
     if constexpr (is_unpack) {
-      convert(run, place, now, job.scale, false);
+      convert(run, place, now, job.scale, Run::kCached);
       move_items<true>(part, first + done, now, run);
     } else {
       move_items<false>(part, first + done, now, run);
-      convert(place, run, now, job.scale, false);
+      convert(place, run, now, job.scale, Run::kCached);
     }
     done += now;
   }

@@ -33,9 +33,11 @@ PYCOMM_HD void convert_lanes_of(char* to, const char* from, float scale) {
   }
 }
 
-template <class To, class From, bool is_scaled, bool is_streamed>
+template <class To, class From, bool is_scaled, Run run>
 void convert_all(char* to, const char* from, std::size_t numel, float scale) {
   constexpr std::size_t kTo = sizeof(typename To::Storage), kFrom = sizeof(typename From::Storage);
+  constexpr bool is_streamed = run != Run::kCached;
+  constexpr ReadAhead ahead{run == Run::kLong};
   std::size_t i = 0;
   if constexpr (is_streamed) {
     while (i < numel && reinterpret_cast<std::uintptr_t>(to + i * kTo) % (kLanesOfFloat * kTo) != 0) {
@@ -45,7 +47,7 @@ void convert_all(char* to, const char* from, std::size_t numel, float scale) {
   }
   constexpr std::size_t kStep = 4 * kLanesOfFloat;
   for (; i + kStep <= numel; i += kStep) {
-    fetch_ahead<kStep * kFrom>(from + i * kFrom);
+    ahead.fetch<kStep * kFrom>(from + i * kFrom);
 #pragma GCC unroll 4
     for (std::size_t j = i; j < i + kStep; j += kLanesOfFloat) {
       convert_lanes_of<Floats, To, From, is_scaled, is_streamed>(to + j * kTo, from + j * kFrom, scale);
@@ -57,23 +59,27 @@ void convert_all(char* to, const char* from, std::size_t numel, float scale) {
   for (; i < numel; ++i) convert_lanes_of<Scalar, To, From, is_scaled, false>(to + i * kTo, from + i * kFrom, scale);
 }
 
-template <PackType to_type, PackType from_type>
-void run_convert(char* to, const char* from, std::size_t numel, float scale, bool is_streamed) {
+template <PackType to_type, PackType from_type, Run run>
+void convert_run(char* to, const char* from, std::size_t numel, float scale) {
   using To = PackElement<to_type>;
   using From = PackElement<from_type>;
-  // To stream from a misaligned item would never reach an aligned vector.
-  is_streamed = is_streamed && reinterpret_cast<std::uintptr_t>(to) % sizeof(typename To::Storage) == 0;
-  if (scale != 1.0f) {
-    return is_streamed ? convert_all<To, From, true, true>(to, from, numel, scale)
-                       : convert_all<To, From, true, false>(to, from, numel, scale);
-  }
-  if constexpr (to_type == from_type) {
-    if (is_streamed) return run_copy_streamed(to, from, numel * sizeof(typename To::Storage));
+  if (scale != 1.0f) return convert_all<To, From, true, run>(to, from, numel, scale);
+  if constexpr (to_type != from_type) {
+    convert_all<To, From, false, run>(to, from, numel, scale);
+  } else if constexpr (run == Run::kCached) {
     std::memcpy(to, from, numel * sizeof(typename To::Storage));
   } else {
-    return is_streamed ? convert_all<To, From, false, true>(to, from, numel, scale)
-                       : convert_all<To, From, false, false>(to, from, numel, scale);
+    copy_past_caches<run == Run::kLong>(to, from, numel * sizeof(typename To::Storage));
   }
+}
+
+template <PackType to, PackType from>
+void run_convert(char* data, const char* source, std::size_t numel, float scale, Run run) {
+  // To stream from a misaligned item would never reach an aligned vector.
+  if (reinterpret_cast<std::uintptr_t>(data) % sizeof(typename PackElement<to>::Storage) != 0) run = Run::kCached;
+  if (run == Run::kLong) return convert_run<to, from, Run::kLong>(data, source, numel, scale);
+  if (run == Run::kStreamed) return convert_run<to, from, Run::kStreamed>(data, source, numel, scale);
+  convert_run<to, from, Run::kCached>(data, source, numel, scale);
 }
 
 template <PackType to>

@@ -140,8 +140,8 @@ inline const std::uint16_t* fill_random(Random& random, std::uint64_t seed, std:
 
 // While a chunk is encoded, nothing else would be read from memory: so each step asks for its lines in the next chunk.
 template <std::size_t numel, bool is_written>
-PYCOMM_HD void fetch_next_chunk(const float* from) {
-  fetch_ahead<4 * numel, 4 * kChunk, is_written>(from);
+PYCOMM_HD void fetch_next_chunk(const ReadAhead& ahead, const float* from) {
+  ahead.fetch<4 * numel, 4 * kChunk, is_written>(from);
 }
 
 // Codes of 8 bits whose highest is the sign; `codes` lack it, and `bits` have it as their own highest.
@@ -173,11 +173,11 @@ PYCOMM_HD __m256i narrow(SignedCodes<I> a, SignedCodes<I> b, SignedCodes<I> c, S
 
 // Writes the codes of `count` elements, a byte each: the low ones of what encode(W, index) returns, int32 or SignedCodes.
 template <bool is_written, class Encode>
-PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t count, Encode encode) {
+PYCOMM_HD void write_codes(const ReadAhead& ahead, std::uint8_t* codes, const float* input, std::size_t count, Encode encode) {
   std::size_t begin = 0;
 #if PYCOMM_VECTOR_BYTES == 32
   for (; begin + 32 <= count; begin += 32) {
-    fetch_next_chunk<32, is_written>(input + begin);
+    fetch_next_chunk<32, is_written>(ahead, input + begin);
     const auto a = encode(Floats{}, begin), b = encode(Floats{}, begin + 8);
     const auto c = encode(Floats{}, begin + 16), d = encode(Floats{}, begin + 24);
     store_at(codes, begin, narrow(a, b, c, d));
@@ -185,7 +185,7 @@ PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t 
 #endif
   for_lanes(count - begin, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    if constexpr (W::kLanes > 1) fetch_next_chunk<W::kLanes, is_written>(input + begin + i);
+    if constexpr (W::kLanes > 1) fetch_next_chunk<W::kLanes, is_written>(ahead, input + begin + i);
     store_codes<W>(codes, begin + i, joined(encode(lanes, begin + i)));
   });
 }
@@ -193,9 +193,9 @@ PYCOMM_HD void write_codes(std::uint8_t* codes, const float* input, std::size_t 
 // Codes of `count` elements, a byte each. `left` gets the residual. Inlined, as blocks may be short: what it needs in
 // registers is then there for all of them.
 template <class Code, bool stochastic, bool has_residual>
-PYCOMM_HD void encode_elements(std::uint8_t* codes, const float* input, float* left, std::size_t count,
+PYCOMM_HD void encode_elements(const ReadAhead& ahead, std::uint8_t* codes, const float* input, float* left, std::size_t count,
                                const BlockScale scale, [[maybe_unused]] const std::uint16_t* random) {
-  write_codes<has_residual>(codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+  write_codes<has_residual>(ahead, codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using I = typename W::template Of<std::int32_t>;
     const auto x = load_floats<W>(input, i);
@@ -214,8 +214,8 @@ PYCOMM_HD void encode_elements(std::uint8_t* codes, const float* input, float* l
 }
 
 template <bool has_residual>
-PYCOMM_HD void encode_signs(std::uint8_t* codes, const float* input, float* left, std::size_t count, float scale) {
-  write_codes<has_residual>(codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+PYCOMM_HD void encode_signs(const ReadAhead& ahead, std::uint8_t* codes, const float* input, float* left, std::size_t count, float scale) {
+  write_codes<has_residual>(ahead, codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using U = typename W::template Of<std::uint32_t>;
     const auto x = load_floats<W>(input, i);
@@ -260,6 +260,7 @@ template <class Format, bool stochastic, bool has_residual>
 struct Quantizer {
   const QuantizeJob job;  // a copy: no store can change it
   const PayloadLayout layout{job.format, job.numel, job.block_numel};
+  const ReadAhead ahead{!Format::kIsMx && 4 * job.numel >= kLongBytes};  // (MX is bound by its arithmetic)
   alignas(64) std::uint8_t codes[kChunk];
   alignas(64) std::uint8_t packed[kChunk];
   Random random;
@@ -299,10 +300,10 @@ struct Quantizer {
       return;
     }
     if constexpr (Format::kFormat == PayloadFormat::kSign) {
-      encode_signs<has_residual>(codes + at, input, residual, count, scale.scale);
+      encode_signs<has_residual>(ahead, codes + at, input, residual, count, scale.scale);
     } else {
-      encode_elements<typename Format::Code, stochastic, has_residual>(codes + at, input, residual, count, scale,
-                                                                       drawn + at);
+      encode_elements<typename Format::Code, stochastic, has_residual>(ahead, codes + at, input, residual, count,
+                                                                       scale, drawn + at);
     }
   }
 

@@ -38,12 +38,13 @@ PYCOMM_HD std::uint32_t mask_of(Lanes lanes) {
 }
 
 // Reads all of the input once: candidates are those whose magnitude is at least `pass.least`. Writes the sum to the residual.
-template <bool has_residual>
+template <bool has_residual, bool is_long>
 std::size_t collect_candidates(const CollectPass& pass) {
   using I = typename Floats::Of<std::int32_t>;
   std::size_t found = 0, i = 0;
   std::int32_t* const indices = pass.indices;
   float* const values = pass.values;
+  constexpr ReadAhead ahead{is_long};
   const float* const sums = has_residual ? pass.residual : pass.flat;
   const auto add = [&](std::size_t index) PYCOMM_INLINE {
     if (found < pass.capacity) {
@@ -55,8 +56,8 @@ std::size_t collect_candidates(const CollectPass& pass) {
   // As a rule none of four registers has a candidate: so they are looked at together, and then their candidates in one loop.
   constexpr std::size_t kStep = 4 * kLanesOfFloat;
   for (; i + kStep <= pass.numel; i += kStep) {
-    fetch_ahead<4 * kStep>(pass.flat + i);
-    if constexpr (has_residual) fetch_ahead<4 * kStep>(pass.residual + i);
+    ahead.fetch<4 * kStep>(pass.flat + i);
+    if constexpr (has_residual) ahead.fetch<4 * kStep, 2048, true>(pass.residual + i);
     I bits[4];
 #pragma GCC unroll 4
     for (std::size_t k = 0; k < 4; ++k) bits[k] = read_bits<Floats, has_residual>(pass.flat, pass.residual, i + k * kLanesOfFloat);
@@ -85,8 +86,13 @@ std::size_t collect_candidates(const CollectPass& pass) {
   return found;
 }
 
+template <bool has_residual>
+std::size_t run_collect_long_or_short(const CollectPass& pass) {
+  return 4 * pass.numel >= kLongBytes ? collect_candidates<has_residual, true>(pass) : collect_candidates<has_residual, false>(pass);
+}
+
 inline std::size_t run_collect(const CollectPass& pass) {
-  return pass.residual != nullptr ? collect_candidates<true>(pass) : collect_candidates<false>(pass);
+  return pass.residual != nullptr ? run_collect_long_or_short<true>(pass) : run_collect_long_or_short<false>(pass);
 }
 
 }  // namespace pycomm::PYCOMM_ISA
