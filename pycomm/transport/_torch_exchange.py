@@ -21,15 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import CollectiveTimeoutError
-from . import _wording as wording
 from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, gloo_message_of, timeout_of, wait_for
 from ._torch_waits import wait_for_a_slice
-from ._watch import first_slice_s, slices_s
 from ._watched import Lateness
 
 if TYPE_CHECKING:
-    from .._native import GlooMessage
     from .base import Meanwhile
     from .torch import TorchTransport
 
@@ -125,31 +121,18 @@ class PostedExchange:
         if not self.can_leave:
             self._await_behind(receives, verb, limit_s)
             return
-        slice_s, longest, index = min(first_slice_s(), limit_s), timeout_of(limit_s + MARGIN_S), 0
-        try:
-            for index, message in enumerate(receives):
-                if not wait_for_a_slice(message, longest, slice_s):
-                    self._await_long(receives[index:], verb, limit_s, limit_s - slice_s)
-                    return
-        except RuntimeError as error:
-            raise self._transport.error_of(error, verb, limit_s, self._peers[index][1]) from error
-
-    def _await_long(self, messages: list[GlooMessage], verb: str, limit_s: float, left_s: float) -> None:
-        transport, longest, slices = self._transport, timeout_of(limit_s + MARGIN_S), slices_s()
-        deadline = time.monotonic() + left_s
+        longest, index = timeout_of(limit_s + MARGIN_S), 0
 
         def have_come(slice_s: float) -> bool:
-            return all(wait_for_a_slice(message, longest, slice_s) for message in messages)
+            nonlocal index
+            while index < len(receives) and wait_for_a_slice(receives[index], longest, slice_s):
+                index += 1
+            return index == len(receives)
 
-        transport.watch.start_wait()
-        while True:
-            transport.check(verb, None, lambda: have_come(0.0))
-            left_s = deadline - time.monotonic()
-            if have_come(max(0.0, min(left_s, next(slices)))):
-                return
-            if left_s <= 0:
-                transport.watch.announce("timeout", transport.rank)
-                raise wording.timed_out(transport.place(verb), limit_s)
+        try:
+            self._transport.wait_in_slices(have_come, verb, limit_s)
+        except RuntimeError as error:
+            raise self._transport.error_of(error, verb, limit_s, self._peers[index][1]) from error
 
     def _await_behind(self, receives: list[Any], verb: str, limit_s: float) -> None:
         """Has a helper's thread wait."""
@@ -159,11 +142,7 @@ class PostedExchange:
             for work in receives:
                 wait_for(work, self._rounds, deadline - time.monotonic())
 
-        try:
-            Posted(verb, None, self._transport, finish).wait(limit_s)
-        except CollectiveTimeoutError as error:  # unlike a message's, it breaks the group
-            self._transport.watch.announce("timeout", self._transport.rank)
-            raise wording.timed_out(self._transport.place(verb), limit_s) from error
+        Posted(verb, None, self._transport, finish).wait(limit_s)
 
 
 class _Round:

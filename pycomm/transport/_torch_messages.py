@@ -31,7 +31,7 @@ from ..errors import ConfigError, NativeUnavailableError, PycommError, forget_lo
 from ..ops import native
 from . import _wording as wording
 from ._torch_waits import helpers, wait_for_a_slice
-from ._watch import Message, slices_s
+from ._watch import Message
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
 if TYPE_CHECKING:
@@ -96,15 +96,7 @@ class Posted(Request):
 
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        is_long, slices = False, slices_s()
-        while not self._wait_for(min(next(slices), deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
-                raise wording.timed_out(self._transport.place(self._doing), limit_s, is_broken=False)
-            if not is_long:
-                is_long = True
-                self._transport.watch.start_wait()
-            self._transport.check(self._doing, self._message, lambda: self._is_done)
+        self._transport.wait_in_slices(self._wait_for, self._doing, limit_s, self._message)
         self._raise_or_true()
 
     def settle(self) -> None:
@@ -117,7 +109,7 @@ class Posted(Request):
             self._start_helper()
         elif self._take():
             try:
-                wait_for_a_slice(gloo_message, timeout_of(self._transport.timeout_s + MARGIN_S), max(left_s, 0.0))
+                wait_for_a_slice(gloo_message, timeout_of(self._transport.timeout_s + MARGIN_S), left_s)
             except RuntimeError as error:
                 self._end(self._error_of(error))
             finally:  # also if a signal raises
@@ -125,7 +117,7 @@ class Posted(Request):
                     self._end(None)
                 self._has_waiter = self._is_done
             return self._is_done
-        if not self._is_done and self._ended.acquire(timeout=max(left_s, 0.0)):
+        if not self._is_done and self._ended.acquire(timeout=left_s):
             self._ended.release()  # for the next who waits
         return self._is_done
 

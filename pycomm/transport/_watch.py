@@ -36,7 +36,7 @@ from ._wording import NO_STATUS, Failure
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["SLICE_S", "Message", "Watch", "first_slice_s", "slices_s"]
+__all__ = ["SLICE_S", "Message", "Watch", "slices_s"]
 
 SLICE_S = 5e-3  # of waiting, between two looks at the processes
 _FIRST_BEHIND_S = 40e-3
@@ -53,15 +53,10 @@ def slices_s() -> Iterator[float]:
     they start long in other threads than the main one: these have no signals to handle, and may run beside a
     computation. gloo itself tells at once of a connection that ends.
     """
-    slice_s = first_slice_s()
+    slice_s = SLICE_S if threading.current_thread() is threading.main_thread() else _FIRST_BEHIND_S
     while True:
         yield slice_s
         slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
-
-
-def first_slice_s() -> float:
-    """Returns the first of ``slices_s``."""
-    return SLICE_S if threading.current_thread() is threading.main_thread() else _FIRST_BEHIND_S
 
 
 class Process(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -31,7 +31,7 @@ from ._patience import Patience
 from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages, timeout_of
 from ._torch_waits import given_up
-from ._watch import Watch, first_slice_s, slices_s
+from ._watch import Watch, slices_s
 from ._watched import WatchedTransport
 from .base import FRAME_HEADER_BYTES
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from . import ConnectSpec
     from ._gloo_sockets import GlooSocket
+    from ._watch import Message
     from .base import Exchange, ExchangeAmong, MeanwhileOnHost
 
 __all__ = ["TorchTransport", "as_bytes", "connect", "wrap"]
@@ -309,38 +310,48 @@ class TorchTransport(WatchedTransport):
         self.await_work(work, doing or verb, limit_s)
 
     def await_work(self, work: Any, doing: str, limit_s: float) -> None:
-        """Waits for gloo in slices: between them Python handles signals, and this rank looks who lives."""
-        slice_s, group = min(limit_s, first_slice_s()), self.group  # which a signal handler may close
-        try:
+        """Waits for a collective of gloo's."""
+        group = self.group  # which a signal handler may close
+
+        def has_come(slice_s: float) -> bool:
+            has_ended = work.is_completed()
+            if slice_s <= 0 and not has_ended:
+                return False
             try:
                 work.wait(timeout_of(slice_s))
-            except RuntimeError:  # the end of the slice, or what the next wait raises again
-                self._await_long(work, doing, limit_s, limit_s - slice_s)
+            except RuntimeError as error:  # the end of the slice, or of the call: then the next wait raises it again
+                if has_ended:
+                    raise self.error_of(error, doing, limit_s) from error
+                return False
+            return True
+
+        try:
+            self.wait_in_slices(has_come, doing, limit_s)
         except BaseException:
             given_up.keep(work, group)
             raise
 
-    def _await_long(self, work: Any, doing: str, limit_s: float, left_s: float) -> None:
-        deadline, slices = time.monotonic() + left_s, slices_s()
-        is_first = True
+    def wait_in_slices(
+        self, has_come: Callable[[float], bool], doing: str, limit_s: float, message: Message | None = None
+    ) -> None:
+        """Waits in slices: between them Python handles signals, and this rank looks who lives.
+
+        ``has_come(slice_s)`` waits that long at most, 0.0 for not at all. ``message`` is what this rank waits for, None
+        in a collective, which breaks the group when its time is over.
+        """
+        deadline, slices = time.monotonic() + limit_s, slices_s()
+        if has_come(max(0.0, min(limit_s, next(slices)))):
+            return
+        self.watch.start_wait()
         while True:
-            has_ended = work.is_completed()
-            if not has_ended:
-                if is_first:
-                    is_first = False
-                    self.watch.start_wait()
-                self.check(doing, None, work.is_completed)
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    break
-            try:
-                work.wait(timeout_of(min(left_s, next(slices))))  # soon: gloo's threads may wait for this one's core
+            self.check(doing, message, lambda: has_come(0.0))
+            left_s = deadline - time.monotonic()
+            if has_come(max(0.0, min(left_s, next(slices)))):
                 return
-            except RuntimeError as error:
-                if has_ended:
-                    raise self.error_of(error, doing, limit_s) from error
-        self.watch.announce("timeout", self.rank)
-        raise wording.timed_out(self.place(doing), limit_s)
+            if left_s <= 0:
+                if message is None:
+                    self.watch.announce("timeout", self.rank)
+                raise wording.timed_out(self.place(doing), limit_s, is_broken=message is None)
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
