@@ -2,16 +2,6 @@
 
 namespace pycomm::PYCOMM_ISA {
 
-// Writes the lanes of `mask` one after the other; may write a whole register. Returns how many.
-#if PYCOMM_VECTOR_BYTES == 64
-PYCOMM_HD std::size_t compress(std::int32_t* indices, float* values, std::uint32_t mask, __m512i index, __m512 value) {
-  const auto lanes = static_cast<__mmask16>(mask);
-  _mm512_storeu_si512(indices, _mm512_maskz_compress_epi32(lanes, index));
-  _mm512_storeu_ps(values, _mm512_maskz_compress_ps(lanes, value));
-  return static_cast<std::size_t>(__builtin_popcount(mask));
-}
-#endif
-
 // Which magnitudes (as bits) are at least `least`: a register of -1 and 0, or for AVX-512 a mask.
 template <class I>
 PYCOMM_HD auto at_least(I bits, std::int32_t least) {
@@ -23,67 +13,82 @@ PYCOMM_HD auto at_least(I bits, std::int32_t least) {
 #endif
 }
 
-// One bit a lane.
+// What is looked at together: four registers, a bit of a mask for each element.
+inline constexpr std::size_t kGroup = 4 * kLanesOfFloat;
+
 template <class Lanes>
-PYCOMM_HD std::uint32_t mask_of(Lanes lanes) {
+PYCOMM_HD std::uint64_t mask_of(Lanes a, Lanes b, Lanes c, Lanes d) {
 #if PYCOMM_VECTOR_BYTES == 64
-  return lanes;
+  return a | b << 16 | std::uint64_t{c | d << 16} << 32;
 #elif PYCOMM_VECTOR_BYTES == 32
-  return static_cast<std::uint32_t>(_mm256_movemask_ps(bit_cast<__m256>(lanes)));
+  return static_cast<std::uint32_t>(_mm256_movemask_epi8(in_order(sign_bytes(a, b, c, d))));
 #else
-  std::uint32_t mask = 0;
-  for (std::size_t lane = 0; lane < kLanesOfFloat; ++lane) mask |= (lanes[lane] & 1u) << lane;
+  const Lanes bits = (a & 1) | (b & 1 << kLanesOfFloat) | (c & 1 << 2 * kLanesOfFloat) | (d & 1 << 3 * kLanesOfFloat);
+  std::uint64_t mask = 0;
+  for (std::size_t lane = 0; lane < kLanesOfFloat; ++lane) mask |= std::uint64_t(bits[lane]) << lane;
   return mask;
 #endif
 }
 
+// The candidates of one pass, in the order of their indices.
+struct Candidates {
+  const CollectPass& pass;
+  const float* sums;
+  std::size_t found = 0;
+
+  // Adds those of a group of elements, from `first` on, whose bits are set: at least one.
+  PYCOMM_HD void add(std::size_t first, std::uint64_t mask) {
+    const auto put = [&](std::size_t at, std::uint64_t bits) {
+      const std::size_t index = first + static_cast<std::size_t>(__builtin_ctzll(bits));
+      pass.indices[at] = static_cast<std::int32_t>(index);
+      pass.values[at] = sums[index];
+    };
+    std::size_t at = found;
+    found += static_cast<std::size_t>(__builtin_popcountll(mask));
+    if (__builtin_expect(at + kGroup > pass.capacity, false)) {
+      for (; mask != 0 && at < pass.capacity; mask &= mask - 1) put(at++, mask);
+      return;
+    }
+    // As a rule there are one or two. Nobody can foretell which, so two are written in either case.
+    std::uint64_t others = mask & (mask - 1);
+    put(at++, mask);
+    put(at++, others != 0 ? others : mask);
+    while (__builtin_expect((others &= others - 1) != 0, false)) put(at++, others);
+  }
+};
+
 // Reads all of the input once: candidates are those whose magnitude is at least `pass.least`. Writes the sum to the residual.
+//
+// A branch for each group of elements that has a candidate would be foretold wrongly every other time. So of each block
+// the groups that have some are noted first, without a branch, and then gone through.
 template <bool has_residual, bool is_long>
 std::size_t collect_candidates(const CollectPass& pass) {
   using I = typename Floats::Of<std::int32_t>;
-  std::size_t found = 0, i = 0;
-  std::int32_t* const indices = pass.indices;
-  float* const values = pass.values;
+  constexpr std::size_t kGroups = 64;  // a block is 8 KiB with AVX2: it stays in the L1 cache
   constexpr ReadAhead ahead{is_long};
-  const float* const sums = has_residual ? pass.residual : pass.flat;
-  const auto add = [&](std::size_t index) PYCOMM_INLINE {
-    if (found < pass.capacity) {
-      indices[found] = static_cast<std::int32_t>(index);
-      values[found] = sums[index];
-    }
-    ++found;
-  };
-  // As a rule none of four registers has a candidate: so they are looked at together, and then their candidates in one loop.
-  constexpr std::size_t kStep = 4 * kLanesOfFloat;
-  for (; i + kStep <= pass.numel; i += kStep) {
-    ahead.fetch<4 * kStep>(pass.flat + i);
-    if constexpr (has_residual) ahead.fetch<4 * kStep, 2048, true>(pass.residual + i);
-    I bits[4];
+  Candidates candidates{pass, has_residual ? pass.residual : pass.flat};
+  std::size_t i = 0;
+  while (i + kGroup <= pass.numel) {
+    std::size_t firsts[kGroups], hits = 0;
+    std::uint64_t masks[kGroups];
+    for (const std::size_t end = std::min(i + kGroups * kGroup, pass.numel); i + kGroup <= end; i += kGroup) {
+      ahead.fetch<4 * kGroup>(pass.flat + i);
+      if constexpr (has_residual) ahead.fetch<4 * kGroup, 2048, true>(pass.residual + i);
+      I bits[4];
 #pragma GCC unroll 4
-    for (std::size_t k = 0; k < 4; ++k) bits[k] = read_bits<Floats, has_residual>(pass.flat, pass.residual, i + k * kLanesOfFloat);
-    const auto a = at_least(bits[0], pass.least), b = at_least(bits[1], pass.least);
-    const auto c = at_least(bits[2], pass.least), d = at_least(bits[3], pass.least);
-    if (__builtin_expect(mask_of((a | b) | (c | d)) == 0, true)) continue;
-#if PYCOMM_VECTOR_BYTES == 64
-    if (found + kStep <= pass.capacity) {
-      const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      const std::uint32_t masks[4] = {a, b, c, d};
-#pragma GCC unroll 4
-      for (std::size_t k = 0; k < 4; ++k) {
-        const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(i + k * kLanesOfFloat)), lane);
-        found += compress(indices + found, values + found, masks[k], index, bit_cast<__m512>(bits[k]));
-      }
-      continue;
+      for (std::size_t k = 0; k < 4; ++k) bits[k] = read_bits<Floats, has_residual>(pass.flat, pass.residual, i + k * kLanesOfFloat);
+      const auto a = at_least(bits[0], pass.least), b = at_least(bits[1], pass.least);
+      const auto c = at_least(bits[2], pass.least), d = at_least(bits[3], pass.least);
+      firsts[hits] = i;
+      masks[hits] = mask_of(a, b, c, d);
+      hits += masks[hits] != 0;
     }
-#endif
-    std::uint64_t mask = mask_of(a) | std::uint64_t{mask_of(b)} << kLanesOfFloat | std::uint64_t{mask_of(c)} << 2 * kLanesOfFloat |
-                         std::uint64_t{mask_of(d)} << 3 * kLanesOfFloat;
-    for (; mask != 0; mask &= mask - 1) add(i + static_cast<std::size_t>(__builtin_ctzll(mask)));
+    for (std::size_t hit = 0; hit < hits; ++hit) candidates.add(firsts[hit], masks[hit]);
   }
   for (; i < pass.numel; ++i) {
-    if ((read_bits<Scalar, has_residual>(pass.flat, pass.residual, i) & 0x7FFFFFFF) >= pass.least) add(i);
+    if ((read_bits<Scalar, has_residual>(pass.flat, pass.residual, i) & 0x7FFFFFFF) >= pass.least) candidates.add(i, 1);
   }
-  return found;
+  return candidates.found;
 }
 
 template <bool has_residual>
