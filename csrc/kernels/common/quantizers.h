@@ -77,6 +77,7 @@ struct IntCode {
 // power of two may leave more, where no larger one is a scale: then a code `saturates`.
 template <class F, bool saturates>
 struct FloatCode {
+  static constexpr int kExponentBits = F::kExponentBits;
   static constexpr int kBits = F::kExponentBits + F::kMantissaBits + 1;
   static constexpr bool kHasSignBit = true;
   static constexpr int kLargestCode = F::kOverflow == Overflow::kInfinity ? F::kInfinity - 1 : F::kNaN - 1;

@@ -39,11 +39,51 @@ PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<floa
   }
 }
 
+#if PYCOMM_VECTOR_BYTES >= 32
+// Whether codes are floats of 8 bits: those the hardware can decode, as float16.
+template <class Code>
+inline constexpr bool kIsFloat8 = false;
+template <class F, bool saturates>
+inline constexpr bool kIsFloat8<FloatCode<F, saturates>> = F::kSignBit == 128;
+
+// e5m2 is float16's upper byte. e4m3 has a bit of the exponent less: its other bits, in their places in float16, are the
+// number divided by 2^8, but for NaN.
+template <class F, bool saturates>
+PYCOMM_HD __m256i float16_of(FloatCode<F, saturates>, __m128i codes) {
+  if constexpr (F::kExponentBits == 5) return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+  using U = VectorOf<std::uint16_t, 16>::type;
+  const U bits = bit_cast<U>(_mm256_cvtepi8_epi16(codes)) << 7;  // the sign is in the two highest
+  return bit_cast<__m256i>((bits & 0xBFFF) | ((bits & 0x3F80) == 0x3F80));
+}
+
+// Elements [0, n) for the largest multiple n of 16 up to `count`; returns n.
+template <class Code, Put put>
+PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
+  using V = typename Floats::Of<float>;
+  constexpr float kFactor = Code::kExponentBits == 5 ? 1.0f : 256.0f;
+  std::size_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const __m256i halves = float16_of(Code{}, load_at<__m128i>(codes, i));
+#if PYCOMM_VECTOR_BYTES == 64
+    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(halves)) * kFactor * scale);
+#else
+    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(_mm256_castsi256_si128(halves))) * kFactor * scale);
+    put_values<Floats, put>(to, i + 8, bit_cast<V>(half_to_float(_mm256_extracti128_si256(halves, 1))) * kFactor * scale);
+#endif
+  }
+  return i;
+}
+#endif
+
 template <class Code, Put put>
 void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
-  for_lanes(count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+  std::size_t done = 0;
+#if PYCOMM_VECTOR_BYTES >= 32
+  if constexpr (kIsFloat8<Code>) done = decode_float8<Code, put>(to, codes, count, scale);
+#endif
+  for_lanes(count - done, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    put_values<W, put>(to, i, Code::template decode<W>(load_codes<W>(codes, i)) * scale);
+    put_values<W, put>(to, done + i, Code::template decode<W>(load_codes<W>(codes, done + i)) * scale);
   });
 }
 
