@@ -48,6 +48,23 @@ std::int32_t guess_threshold(const float* flat, const float* residual, std::size
   return select_rank(sample, plan.count, plan.rank).key;
 }
 
+// What becomes of the first `written` slots, which are: the others say nothing, and what is sent leaves no residual.
+void finish(const TopkJob& job, std::size_t written) {
+  for (std::size_t i = written; i < job.k; ++i) {
+    job.indices[i] = static_cast<std::int32_t>(job.numel - 1);
+    job.values[i] = 0.0f;
+  }
+  if (job.residual == nullptr) return;
+  for (std::size_t i = 0; i < written; ++i) job.residual[job.indices[i]] = 0.0f;
+}
+
+// Writes all of the `count` candidates, at most k.
+void write_all(const TopkJob& job, const CollectPass& pass, std::size_t count) {
+  std::memcpy(job.indices, pass.indices, count * sizeof(*job.indices));
+  std::memcpy(job.values, pass.values, count * sizeof(*job.values));
+  finish(job, count);
+}
+
 // Writes those of the candidates that are chosen: above the key, and of the equal ones the first `equal`.
 void write_chosen(const TopkJob& job, const std::int32_t* indices, const float* values, std::size_t count,
                   std::int32_t key, std::size_t equal) {
@@ -59,12 +76,7 @@ void write_chosen(const TopkJob& job, const std::int32_t* indices, const float* 
     job.indices[written] = indices != nullptr ? indices[i] : static_cast<std::int32_t>(i);
     job.values[written++] = values[i];
   }
-  for (std::size_t i = written; i < job.k; ++i) {
-    job.indices[i] = static_cast<std::int32_t>(job.numel - 1);
-    job.values[i] = 0.0f;
-  }
-  if (job.residual == nullptr) return;
-  for (std::size_t i = 0; i < written; ++i) job.residual[job.indices[i]] = 0.0f;
+  finish(job, written);
 }
 
 // Writes the `count` candidates, all that are above the key, and of the equal ones the first k - count, by index.
@@ -84,8 +96,7 @@ void write_tied(const TopkJob& job, const CollectPass& above, std::size_t count,
     }
   }
   for (; next < count; ++next) write(above.indices[next], above.values[next]);
-  if (job.residual == nullptr) return;
-  for (std::size_t i = 0; i < job.k; ++i) job.residual[job.indices[i]] = 0.0f;
+  finish(job, written);
 }
 
 }  // namespace
@@ -111,7 +122,7 @@ TopkResult topk(const TopkJob& job) {
     const Verdict verdict = judge_guess(found, job.k, capacity, is_given, job.accepted);
     if (verdict == Verdict::kAmongThem) return take_k_of(found);
     if (verdict == Verdict::kAccept) {
-      write_chosen(job, pass.indices, pass.values, found, guess, found);
+      write_all(job, pass, found);
       return {guess, found, false};
     }
     if (job.residual != nullptr) pass.flat = job.residual, pass.residual = nullptr;  // which holds the sum now
