@@ -68,7 +68,8 @@ def forget_locals(error: BaseException) -> None:
     """Clears the local variables of the calls that ``error`` ended, and of those of its causes.
 
     For errors that leave the library: who keeps one, as a shell does, or a thread that dies of it, would keep the
-    tensors, handles and process groups of all these calls, and would be the one to destroy them.
+    tensors, handles and process groups of all these calls, and would be the one to destroy them. What a closure holds
+    is out of reach here (the frame keeps its function), so where there are such things none is called.
     """
     cause: BaseException | None = error
     cleared: list[BaseException] = []

@@ -80,6 +80,8 @@ class Scope(AbstractContextManager[None]):
         if self._mode is not None:
             self._mode.__exit__(kind, error, tb)
             self._mode = None
+        if isinstance(error, PycommError | KeyboardInterrupt):
+            forget_locals(error)  # messages have no turn
         if not isinstance(error, PycommError):
             return
         text = error.args[0] if error.args else ""

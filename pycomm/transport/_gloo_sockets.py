@@ -21,10 +21,10 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["NOT_CORKED", "Corked", "GlooSocket", "connected_sockets", "deafen", "listening_sockets"]
+__all__ = ["NOT_CORKED", "Corked", "GlooSocket", "Sockets", "deafen", "tcp_sockets"]
 
 _SO_ATTACH_FILTER = 26  # of Linux; the module socket has no name for it
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of the packet
@@ -40,14 +40,21 @@ class GlooSocket(NamedTuple):
     inode: int
 
 
-def listening_sockets() -> set[GlooSocket]:
-    """Returns this process's; none where there is no /proc."""
-    return {each for each, is_listening, _ in _tcp_sockets() if is_listening}
+class Sockets(NamedTuple):
+    """The TCP sockets of this process at one time."""
+
+    listening: set[GlooSocket]
+    connected: set[GlooSocket]
 
 
-def connected_sockets() -> set[GlooSocket]:
-    """Returns this process's; none where there is no /proc."""
-    return {each for each, _, is_connected in _tcp_sockets() if is_connected}
+def tcp_sockets() -> Sockets:
+    """Returns those of this process; none where there is no /proc."""
+    found = Sockets(set(), set())
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                _sort_in(found, int(name))
+    return found
 
 
 def deafen(listeners: Iterable[GlooSocket]) -> None:
@@ -83,17 +90,17 @@ class Corked:
 NOT_CORKED = Corked([])  # for connections that are not known
 
 
-def _tcp_sockets() -> Iterator[tuple[GlooSocket, bool, bool]]:
-    """Yields each, whether it listens, and whether it is connected."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    with _borrowed(int(name)) as each:
-                        if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                            is_listening = bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-                            yield GlooSocket(int(name), status.st_ino), is_listening, _is_connected(each)
+def _sort_in(found: Sockets, fd: int) -> None:
+    status = os.fstat(fd)
+    if not stat.S_ISSOCK(status.st_mode):
+        return
+    with _borrowed(fd) as each:
+        if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
+            return
+        if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            found.listening.add(GlooSocket(fd, status.st_ino))
+        elif _is_connected(each):
+            found.connected.add(GlooSocket(fd, status.st_ino))
 
 
 def _is_connected(each: socket.socket) -> bool:

@@ -14,18 +14,20 @@ wake, some 50 us each. torch gives Python no way to leave such a wait before its
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from ctypes import memmove
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, gloo_message_of, timeout_of, wait_for
+from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, finish_all, gloo_message_of, timeout_of
 from ._torch_waits import wait_for_a_slice
 from ._watched import Lateness
 
 if TYPE_CHECKING:
+    from .._native import GlooMessage
     from .base import Meanwhile
     from .torch import TorchTransport
 
@@ -88,7 +90,9 @@ class PostedExchange:
         try:
             here.receives = self._receives or self._post(here)
             with transport.corked:  # [Note: one packet] in _gloo_sockets.py
-                here.sends = [group.send(sent, peer, self._tag) for _, peer in self._peers]
+                here.sends = []
+                for _, peer in self._peers:  # no comprehension: it is a closure, which an error keeps with the group
+                    here.sends.append(group.send(sent, peer, self._tag))
                 if self._is_ahead:
                     self._post_ahead()
         except RuntimeError as error:
@@ -102,8 +106,9 @@ class PostedExchange:
 
     def _post(self, into: _Round) -> list[Any]:
         """Returns the receives as torch's handles, or what can be waited for a while."""
-        group = self._transport.open_group()
-        works = [group.recv([into.rows[place]], peer, self._tag) for place, peer in self._peers]
+        group, works = self._transport.open_group(), []
+        for place, peer in self._peers:
+            works.append(group.recv([into.rows[place]], peer, self._tag))
         messages = [gloo_message_of(work) for work in works]
         self.can_leave = None not in messages
         return messages if self.can_leave else works
@@ -121,28 +126,31 @@ class PostedExchange:
         if not self.can_leave:
             self._await_behind(receives, verb, limit_s)
             return
-        longest, index = timeout_of(limit_s + MARGIN_S), 0
-
-        def have_come(slice_s: float) -> bool:
-            nonlocal index
-            while index < len(receives) and wait_for_a_slice(receives[index], longest, slice_s):
-                index += 1
-            return index == len(receives)
-
+        arrivals = _Arrivals(receives, timeout_of(limit_s + MARGIN_S))
         try:
-            self._transport.wait_in_slices(have_come, verb, limit_s)
+            self._transport.wait_in_slices(arrivals.have_come, verb, limit_s)
         except RuntimeError as error:
-            raise self._transport.error_of(error, verb, limit_s, self._peers[index][1]) from error
+            raise self._transport.error_of(error, verb, limit_s, self._peers[arrivals.place][1]) from error
 
     def _await_behind(self, receives: list[Any], verb: str, limit_s: float) -> None:
         """Has a helper's thread wait."""
+        Posted(verb, None, self._transport, partial(finish_all, receives, self._rounds)).wait(limit_s)
 
-        def finish(_: Posted, left_s: float) -> None:
-            deadline = time.monotonic() + left_s
-            for work in receives:
-                wait_for(work, self._rounds, deadline - time.monotonic())
 
-        Posted(verb, None, self._transport, finish).wait(limit_s)
+class _Arrivals:
+    """A swap's messages, which are waited for one after the other; ``place`` is that of the first not complete."""
+
+    def __init__(self, messages: list[GlooMessage], longest: timedelta) -> None:
+        self._messages = messages
+        self._longest = longest
+        self.place = 0
+
+    def have_come(self, slice_s: float) -> bool:
+        """Waits for a slice each; says whether all are complete."""
+        messages = self._messages
+        while self.place < len(messages) and wait_for_a_slice(messages[self.place], self._longest, slice_s):
+            self.place += 1
+        return self.place == len(messages)
 
 
 class _Round:

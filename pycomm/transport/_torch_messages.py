@@ -20,9 +20,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +44,9 @@ __all__ = [
     "FramedMessages",
     "PlainMessages",
     "Posted",
+    "finish_all",
     "gloo_message_of",
     "timeout_of",
-    "wait_for",
 ]
 
 MARGIN_S = 1.0  # by which torch's own time limit, which ends connections, is beyond a wait that can be left
@@ -61,7 +61,7 @@ EXCHANGE_TAG = 1 << 29  # and the next two: those of _torch_exchange.py; then NE
 
 
 class Posted(Request):
-    """A message whose parts torch has; ``finish(left_s)`` waits for them, in a helper's thread.
+    """A message whose parts torch has; ``finish(this, left_s)`` waits for them, in a helper's thread.
 
     ``message`` is what it is to others, None for what is not counted; its peer is -1 for a receive from any rank.
     ``work`` is torch's handle where it is all that there is to wait for: who waits does so in torch itself, if that can
@@ -78,7 +78,8 @@ class Posted(Request):
     ) -> None:
         self.source = -1 if message is None else message.peer
         self.gloo: Any = transport.group if transport.is_gloo else None  # whose waits can be ended
-        self._doing = doing
+        self.doing = doing
+        self.tag = -1 if message is None else message.tag
         self._message = message
         self._transport = transport
         self._finish = finish
@@ -96,7 +97,7 @@ class Posted(Request):
 
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
-        self._transport.wait_in_slices(self._wait_for, self._doing, limit_s, self._message)
+        self._transport.wait_in_slices(self._wait_for, self.doing, limit_s, self._message)
         self._raise_or_true()
 
     def settle(self) -> None:
@@ -141,7 +142,7 @@ class Posted(Request):
             failure = error
         except RuntimeError as error:
             is_ending = helpers.is_ending  # nobody is there to be told
-            failure = wording.used_closed(self._transport.place(self._doing)) if is_ending else self._error_of(error)
+            failure = wording.used_closed(self._transport.place(self.doing)) if is_ending else self._error_of(error)
         self._end(failure)
 
     def _end(self, error: PycommError | None) -> None:
@@ -154,7 +155,7 @@ class Posted(Request):
         self._ended.release()
 
     def _error_of(self, error: RuntimeError) -> PycommError:
-        return self._transport.error_of(error, self._doing, self._transport.timeout_s, self.source)
+        return self._transport.error_of(error, self.doing, self._transport.timeout_s, self.source)
 
     def _raise_or_true(self) -> bool:
         if self._error is not None:
@@ -206,9 +207,10 @@ class _Messages:
                 self._self_receives.remove(receive)
                 receive.deliver(self._to_self.pop(index)[1])
 
-    def _post(self, start: Callable[[], Any], doing: str, peer: int) -> Any:
+    def _post(self, doing: str, peer: int, start: Callable[..., Any], *arguments: Any) -> Any:
+        # No closures, here and in what finishes a message: an error would keep them, and with them torch's group.
         try:
-            return start()
+            return start(*arguments)
         except RuntimeError as error:
             raise self._transport.error_of(error, doing, self._transport.timeout_s, peer) from error
 
@@ -219,26 +221,21 @@ class PlainMessages(_Messages):
     def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
         doing = f"sending {flat.nbytes} bytes to rank {peer}"
         group = self._transport.open_group()
-        work = self._post(lambda: group.send([flat.view(torch.uint8)], peer, tag), doing, peer)
+        work = self._post(doing, peer, group.send, [flat.view(torch.uint8)], peer, tag)
         message = self._transport.watch.send(peer, tag)
-        return Posted(doing, message, self._transport, lambda _, left_s: wait_for(work, flat, left_s), work)
+        return Posted(doing, message, self._transport, partial(finish_all, [work], flat), work)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)}"
         group = self._transport.open_group()
         data = flat.view(torch.uint8)
 
-        def start() -> Any:
-            return group.recv_anysource([data], tag) if peer is None else group.recv([data], peer, tag)
-
-        work = self._post(start, doing, -1 if peer is None else peer)
-
-        def finish(request: Posted, left_s: float) -> None:
-            wait_for(work, flat, left_s)
-            request.source = work._source_rank() if peer is None else peer
-
+        if peer is None:
+            work = self._post(doing, -1, group.recv_anysource, [data], tag)
+        else:
+            work = self._post(doing, peer, group.recv, [data], peer, tag)
         message = Message(-1 if peer is None else peer, tag)
-        return Posted(doing, message, self._transport, finish, None if peer is None else work)
+        return Posted(doing, message, self._transport, partial(_receive, work, flat), None if peer is None else work)
 
 
 class FramedMessages(PlainMessages):
@@ -263,17 +260,11 @@ class FramedMessages(PlainMessages):
         if is_inline:
             frame[_HEADER_BYTES : _HEADER_BYTES + data.numel()].copy_(data)
         with self._transport.corked:  # [Note: one packet] in _gloo_sockets.py
-            works = [self._post(lambda: group.send([frame], peer, tag), doing, peer)]
+            works = [self._post(doing, peer, group.send, [frame], peer, tag)]
             if not is_inline:
                 data_tag = _data_tag(tag, message.order, data.numel())
-                works.append(self._post(lambda: group.send([data], peer, data_tag), doing, peer))
-
-        def finish(_: Posted, left_s: float) -> None:
-            deadline = time.monotonic() + left_s
-            for work in works:
-                wait_for(work, (frame, data), deadline - time.monotonic())
-
-        return Posted(doing, message, self._transport, finish)
+                works.append(self._post(doing, peer, group.send, [data], peer, data_tag))
+        return Posted(doing, message, self._transport, partial(finish_all, works, (frame, data)))
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         if FIRST_OWN_TAG <= tag < ANNOUNCEMENT_TAG:
@@ -284,9 +275,9 @@ class FramedMessages(PlainMessages):
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         if peer is None:
             self._any_tags.add(tag)
-            work = self._post(lambda: group.recv_anysource([frame], tag), doing, -1)
+            work = self._post(doing, -1, group.recv_anysource, [frame], tag)
         else:
-            work = self._post(lambda: group.recv([frame], peer, tag), doing, peer)
+            work = self._post(doing, peer, group.recv, [frame], peer, tag)
         data, follows = flat.view(torch.uint8), None
         is_index_known = peer is not None and tag not in self._any_tags
         if peer is not None and is_index_known:
@@ -295,29 +286,32 @@ class FramedMessages(PlainMessages):
             if data.numel() > _INLINE_BYTES:
                 follows = self._receive_data(data, peer, tag, index, doing)
 
-        def finish(request: Posted, left_s: float) -> None:
-            deadline = time.monotonic() + left_s
-            wait_for(work, frame, left_s)
-            request.source = int(work._source_rank()) if peer is None else peer
-            nbytes, index = frame[:_HEADER_BYTES].view(torch.int64).tolist()
-            if nbytes != data.numel():
-                self._refuse(nbytes, request.source, tag, index, (follows, data))
-                place = self._transport.place("recv")
-                raise wording.wrong_size(place, request.source, tag, data.numel(), nbytes)
-            if nbytes <= _INLINE_BYTES:
-                data.copy_(frame[_HEADER_BYTES : _HEADER_BYTES + nbytes])
-                return
-            rest = self._receive_data(data, request.source, tag, index, doing) if follows is None else follows
-            wait_for(rest, data, deadline - time.monotonic())
-
+        finish = partial(self._finish, work, frame, data, follows)
         request = Posted(doing, Message(-1 if peer is None else peer, tag), self._transport, finish)
         if not is_index_known:
             request.test()  # starts the helper thread
         return request
 
+    def _finish(
+        self, work: Any, frame: torch.Tensor, data: torch.Tensor, follows: Any, request: Posted, left_s: float
+    ) -> None:
+        """Completes a receive: its frame, and ``follows``, the handle of what comes behind it, if that is known."""
+        deadline = time.monotonic() + left_s
+        _receive(work, frame, request, left_s)
+        source, tag = request.source, request.tag
+        nbytes, index = frame[:_HEADER_BYTES].view(torch.int64).tolist()
+        if nbytes != data.numel():
+            self._refuse(nbytes, source, tag, index, (follows, data))
+            raise wording.wrong_size(self._transport.place("recv"), source, tag, data.numel(), nbytes)
+        if nbytes <= _INLINE_BYTES:
+            data.copy_(frame[_HEADER_BYTES : _HEADER_BYTES + nbytes])
+            return
+        rest = self._receive_data(data, source, tag, index, request.doing) if follows is None else follows
+        wait_for(rest, data, deadline - time.monotonic())
+
     def _receive_data(self, data: torch.Tensor, peer: int, tag: int, index: int, doing: str) -> Any:
         group, data_tag = self._transport.open_group(), _data_tag(tag, index, data.numel())
-        return self._post(lambda: group.recv([data], peer, data_tag), doing, peer)
+        return self._post(doing, peer, group.recv, [data], peer, data_tag)
 
     def _refuse(self, nbytes: int, source: int, tag: int, index: int, unused: object) -> None:
         """Lets the sender of a message of the wrong size finish: takes its data into a buffer that nobody reads."""
@@ -371,6 +365,19 @@ class _SelfReceive(Request):
                 doing = f"receiving a message from rank {self.source}, this rank itself, with tag {self.tag}"
                 raise wording.timed_out(self._transport.place(doing), limit_s, is_broken=False)
             time.sleep(1e-4)
+
+
+def finish_all(works: Sequence[Any], alive: object, _: Posted, left_s: float) -> None:
+    """Waits for torch's handles of one message or swap; see ``wait_for``."""
+    deadline = time.monotonic() + left_s
+    for work in works:
+        wait_for(work, alive, deadline - time.monotonic())
+
+
+def _receive(work: Any, alive: object, request: Posted, left_s: float) -> None:
+    wait_for(work, alive, left_s)
+    if request.source < 0:
+        request.source = int(work._source_rank())
 
 
 def wait_for(work: Any, _alive: object, left_s: float) -> None:

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from ctypes import memmove
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ..errors import CollectiveTimeoutError, ConfigError, TransportError
 from ..topology import local_address
 from ..types import ReduceOp
 from . import _wording as wording
-from ._gloo_sockets import NOT_CORKED, Corked, connected_sockets, deafen, listening_sockets
+from ._gloo_sockets import NOT_CORKED, Corked, deafen, tcp_sockets
 from ._patience import Patience
 from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages, timeout_of
@@ -312,39 +313,39 @@ class TorchTransport(WatchedTransport):
     def await_work(self, work: Any, doing: str, limit_s: float) -> None:
         """Waits for a collective of gloo's."""
         group = self.group  # which a signal handler may close
-
-        def has_come(slice_s: float) -> bool:
-            has_ended = work.is_completed()
-            if slice_s <= 0 and not has_ended:
-                return False
-            try:
-                work.wait(timeout_of(slice_s))
-            except RuntimeError as error:  # the end of the slice, or of the call: then the next wait raises it again
-                if has_ended:
-                    raise self.error_of(error, doing, limit_s) from error
-                return False
-            return True
-
         try:
-            self.wait_in_slices(has_come, doing, limit_s)
+            self.wait_in_slices(partial(self._has_ended, work, doing, limit_s), doing, limit_s)
         except BaseException:
             given_up.keep(work, group)
             raise
+
+    def _has_ended(self, work: Any, doing: str, limit_s: float, slice_s: float) -> bool:
+        had_ended = work.is_completed()
+        if slice_s <= 0 and not had_ended:
+            return False
+        try:
+            work.wait(timeout_of(slice_s))
+        except RuntimeError as error:  # the end of the slice, or of the call: then the next wait raises it again
+            if had_ended:
+                raise self.error_of(error, doing, limit_s) from error
+            return False
+        return True
 
     def wait_in_slices(
         self, has_come: Callable[[float], bool], doing: str, limit_s: float, message: Message | None = None
     ) -> None:
         """Waits in slices: between them Python handles signals, and this rank looks who lives.
 
-        ``has_come(slice_s)`` waits that long at most, 0.0 for not at all. ``message`` is what this rank waits for, None
-        in a collective, which breaks the group when its time is over.
+        ``has_come(slice_s)`` waits that long at most, 0.0 for not at all; no closure, as errors would keep it with all
+        that it holds. ``message`` is what this rank waits for, None in a collective, which breaks the group when its
+        time is over.
         """
         deadline, slices = time.monotonic() + limit_s, slices_s()
         if has_come(max(0.0, min(limit_s, next(slices)))):
             return
         self.watch.start_wait()
         while True:
-            self.check(doing, message, lambda: has_come(0.0))
+            self.check(doing, message, partial(has_come, 0.0))
             left_s = deadline - time.monotonic()
             if has_come(max(0.0, min(left_s, next(slices)))):
                 return
@@ -448,15 +449,15 @@ def _make_gloo(meeting: _Meeting, watch: Watch) -> TorchTransport:
         raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout_of(patience.left_s())
-    others = listening_sockets(), connected_sockets()
+    others = tcp_sockets()
     options._devices = [_gloo_device(host)]
-    listeners = listening_sockets() - others[0]
+    listeners = tcp_sockets().listening - others.listening
     connections: set[GlooSocket] = set()
     try:
         group = patience.run(lambda: dist.ProcessGroupGloo(store, rank, world_size, options))
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else its ranks connect as they need each other
             deafen(listeners)
-            connections = connected_sockets() - others[1]
+            connections = tcp_sockets().connected - others.connected
     except RuntimeError as error:
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} could not connect to the other ranks by gloo within {timeout_s:.3g} s; see "

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 import pycomm
 from harness import run_ranks
 from pycomm.transport import Patience
-from pycomm.transport._gloo_sockets import listening_sockets
+from pycomm.transport._gloo_sockets import tcp_sockets
 from pycomm.transport._handoff import share_memory
 
 MESSAGES = 10_000
@@ -145,7 +145,7 @@ def test_another_user_cannot_read_join_or_disturb() -> None:
 def knock(rank: int) -> None:
     """Strangers at gloo's sockets, each rank's, once the ranks are connected: none is let in."""
     ports = []
-    for listener in listening_sockets():
+    for listener in tcp_sockets().listening:
         with socket.socket(fileno=os.dup(listener.fd)) as each:
             ports.append(each.getsockname()[1])
     assert ports
