@@ -13,21 +13,19 @@ all_reduce reduces each element on one rank, so that all ranks get the same bits
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from ctypes import memmove
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed
 
-from ..errors import CollectiveTimeoutError, ConfigError, TransportError
-from ..topology import local_address
+from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
 from . import _wording as wording
-from ._gloo_sockets import NOT_CORKED, Corked, deafen, tcp_sockets
+from ._gloo_group import Meeting, host_of, make_group
+from ._gloo_sockets import NOT_CORKED
 from ._patience import Patience
 from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages, timeout_of
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from . import ConnectSpec
-    from ._gloo_sockets import GlooSocket
     from ._watch import Message
     from .base import Exchange, ExchangeAmong, MeanwhileOnHost
 
@@ -126,7 +123,6 @@ class TorchTransport(WatchedTransport):
         self.corked = NOT_CORKED  # holds back what goes to the other ranks
         self._swap: PostedExchange | None = None  # of the frames that calls begin with
         self._exchanges: list[PostedExchange] = []
-        self._exchanged: tuple[torch.Tensor, torch.Tensor] | None = None
         # Framed messages carry their size; elsewhere a message of another size is not noticed before it harms.
         self._messages: FramedMessages | PlainMessages = FramedMessages(self) if self.is_gloo else PlainMessages(self)
 
@@ -142,13 +138,13 @@ class TorchTransport(WatchedTransport):
         return device_type == "cpu" and self.is_gloo  # NCCL's calls are queued: to compare them would wait for the GPU
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
-        # gloo's all-to-all sends to all at once; its all-gather goes round a ring, n - 1 messages one after the other.
-        self.open_group()  # first: of a call that was broken off gloo still has the buffers
-        sent, frames = self._buffers_of(frame.numel())
-        for member in range(self.world_size):  # not by torch, which lets go of Python's lock in each call
-            memmove(sent.data_ptr() + member * frame.numel(), frame.data_ptr(), frame.numel())
-        self.run("all_to_all_single", timeout_s, frames, sent, [], [], c10d.AllToAllOptions(), doing=verb)
-        return frames
+        if not self.is_gloo:
+            return super().exchange(frame, verb, timeout_s)
+        swaps = []
+        for part in torch.split(frame, self.frame_bytes):  # as a rule one
+            frames = self.exchange_frames(part, part.numel(), verb, timeout_s)
+            swaps.append(torch.stack([each[: part.numel()] for each in frames]))
+        return torch.cat(swaps, dim=1)
 
     def exchange_frames(
         self,
@@ -158,10 +154,12 @@ class TorchTransport(WatchedTransport):
         timeout_s: float | None,
         meanwhile: MeanwhileOnHost | None = None,
     ) -> Sequence[torch.Tensor]:
-        if self.world_size == 1 or not self.is_gloo:
-            return super().exchange_frames(frame, nbytes, verb, timeout_s) if self.world_size > 1 else [frame]
+        if self.world_size == 1:
+            return [frame]
+        if not self.is_gloo:
+            return super().exchange_frames(frame, nbytes, verb, timeout_s)
         if self._swap is None:
-            self.open_group()  # as in exchange
+            self.open_group()  # first: of a call that was broken off gloo still has the buffers
             self._swap = self._post_exchange(range(self.world_size), self.frame_bytes, _FRAMES)
         return self._swap.swap_part(frame, nbytes, verb, timeout_s)
 
@@ -175,13 +173,6 @@ class TorchTransport(WatchedTransport):
         exchange = PostedExchange(self, ranks, nbytes, kind, is_ahead=not self._is_callers)
         self._exchanges.append(exchange)
         return exchange
-
-    def _buffers_of(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what ``exchange`` sends and receives, kept from one call to the next."""
-        if self._exchanged is None or self._exchanged[0].shape[1] != nbytes:
-            shape = self.world_size, nbytes
-            self._exchanged = torch.empty(shape, dtype=torch.uint8), torch.empty(shape, dtype=torch.uint8)
-        return self._exchanged
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
@@ -261,8 +252,9 @@ class TorchTransport(WatchedTransport):
         names = "-".join(str(rank) for rank in ranks)
         name = f"split{key}/{names}"
         rank = list(ranks).index(self.rank)
-        spec = _Meeting(dist.PrefixStore(name, self._store), rank, len(ranks), Patience(self.timeout_s), self._host)
-        return _make_gloo(spec, self.watch.split(ranks, rank, name))
+        store = dist.PrefixStore(name, self._store)
+        meeting = Meeting(store, rank, len(ranks), Patience(self.timeout_s), self._host)
+        return _join(meeting, self.watch.split(ranks, rank, name))
 
     def close(self) -> None:
         if self.group is not None:
@@ -293,11 +285,8 @@ class TorchTransport(WatchedTransport):
             return self.failed(doing, self.watch.explain(self.calls, peer))
         return TransportError(f"{place}: failed in torch.distributed: {text}; the group is broken, make a new one")
 
-    def run(self, verb: str, timeout_s: float | None, *arguments: Any, doing: str | None = None) -> None:
-        """Runs one collective of torch's to its end. Its options are the last of the arguments.
-
-        ``doing`` is what it is for, if that is not ``verb`` itself.
-        """
+    def run(self, verb: str, timeout_s: float | None, *arguments: Any) -> None:
+        """Runs one collective of torch's to its end. Its options are the last of the arguments."""
         start = getattr(self.open_group(), _METHODS[verb])
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         arguments[-1].timeout = timeout_of(limit_s)
@@ -307,8 +296,8 @@ class TorchTransport(WatchedTransport):
                 work.wait()
                 return
         except (RuntimeError, ValueError) as error:
-            raise self.error_of(error, doing or verb, limit_s) from error
-        self.await_work(work, doing or verb, limit_s)
+            raise self.error_of(error, verb, limit_s) from error
+        self.await_work(work, verb, limit_s)
 
     def await_work(self, work: Any, doing: str, limit_s: float) -> None:
         """Waits for a collective of gloo's."""
@@ -410,70 +399,14 @@ def wrap(group: torch.distributed.ProcessGroup, timeout_s: float = 600.0) -> Tor
 
 
 def connect(spec: ConnectSpec) -> TorchTransport:
-    """Joins the ranks by a gloo group of their own that meets in ``spec.store``.
-
-    On one host it binds to loopback, else to the interface in GLOO_SOCKET_IFNAME, else to the address on the way to the
-    store.
-    """
+    """Joins the ranks by a gloo group of their own that meets in ``spec.store``."""
     patience = Patience(spec.timeout_s, spec.look)
-    meeting = _Meeting(spec.store, spec.rank, spec.world_size, patience, _gloo_host(spec))
-    return _make_gloo(meeting, Watch.connect(spec.store, spec.rank, spec.world_size, patience))
+    meeting = Meeting(spec.store, spec.rank, spec.world_size, patience, host_of(spec))
+    return _join(meeting, Watch.connect(spec.store, spec.rank, spec.world_size, patience))
 
 
-def _gloo_host(spec: ConnectSpec) -> str | None:
-    if len(set(spec.host_ids)) == 1:
-        return "127.0.0.1"
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return None
-    # torch would take what the host's own name resolves to: on many systems 127.0.1.1, where no other host gets.
-    store: Any = spec.store
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return local_address(getattr(store, "host", "127.0.0.1"))
-
-
-class _Meeting(NamedTuple):
-    """Where and how the ranks of a gloo group find one another."""
-
-    store: Store
-    rank: int
-    world_size: int
-    patience: Patience
-    host: str | None
-
-
-def _make_gloo(meeting: _Meeting, watch: Watch) -> TorchTransport:
-    store, rank, world_size, patience, host = meeting
-    timeout_s = patience.timeout_s
-    if not dist.is_gloo_available():
-        raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout_of(patience.left_s())
-    others = tcp_sockets()
-    options._devices = [_gloo_device(host)]
-    listeners = tcp_sockets().listening - others.listening
-    connections: set[GlooSocket] = set()
-    try:
-        group = patience.run(lambda: dist.ProcessGroupGloo(store, rank, world_size, options))
-        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else its ranks connect as they need each other
-            deafen(listeners)
-            connections = tcp_sockets().connected - others.connected
-    except RuntimeError as error:
-        raise CollectiveTimeoutError(
-            f"rank {rank} of {world_size} could not connect to the other ranks by gloo within {timeout_s:.3g} s; see "
-            f"whether all of them reached this call and can reach {host or 'the interface in use'} of this host "
-            f"(GLOO_SOCKET_IFNAME chooses another) (torch says: {str(error).splitlines()[0]})"
-        ) from error
-    transport = TorchTransport(group, store, timeout_s, host, watch)
-    if len(connections) == world_size - 1:  # else another thread has connected to something meanwhile
-        transport.corked = Corked(connections)
+def _join(meeting: Meeting, watch: Watch) -> TorchTransport:
+    group, corked = make_group(meeting)
+    transport = TorchTransport(group, meeting.store, meeting.patience.timeout_s, meeting.host, watch)
+    transport.corked = corked
     return transport
-
-
-def _gloo_device(host: str | None) -> Any:
-    if host is not None:
-        return dist.ProcessGroupGloo.create_device(hostname=host)
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    if interfaces[0]:
-        return dist.ProcessGroupGloo.create_device(interface=interfaces[0])
-    return dist.ProcessGroupGloo.create_default_device()
