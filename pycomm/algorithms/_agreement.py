@@ -72,14 +72,16 @@ class _Swapped(NamedTuple):
     """Where all ranks' frames lie once they have been swapped, in rank order."""
 
     frames: Sequence[torch.Tensor]
+    rows: list[memoryview]  # their bytes
     headers: list[memoryview]
     compared: list[memoryview]
     addresses: list[int]
 
     @classmethod
     def of(cls, frames: Sequence[torch.Tensor]) -> _Swapped:
-        headers = [row[:_PAYLOAD_AT].numpy().data for row in frames]
-        return cls(frames, headers, [row[:FRAME_COMPARED_BYTES] for row in headers], [row.data_ptr() for row in frames])
+        rows = [frame.numpy().data for frame in frames]
+        headers, compared = ([row[:length] for row in rows] for length in (_PAYLOAD_AT, FRAME_COMPARED_BYTES))
+        return cls(frames, rows, headers, compared, [frame.data_ptr() for frame in frames])
 
 
 class Agreement:
@@ -109,11 +111,12 @@ class Agreement:
         op = 0 if call.op is None else int(call.op)
         header = _header(call.verb, op, _code_of(call.dtype), call.root, _numel(call), algorithm, call.factor)
         is_silent = call.verb in ("broadcast", "scatter") and transport.rank != call.root
+        if call.verb == "all_to_all_single":
+            self._agree_on_splits(call, header, timeout_s, meanwhile)
+            return
         sent = None if algorithm != FRAMES or is_silent else call.input
         address, nbytes = (0, 0) if sent is None else (sent.data_ptr(), sent.nbytes)
         swapped = self._swap(header, address, nbytes, call.verb, timeout_s, meanwhile)
-        if call.verb == "all_to_all_single":
-            _agree_on_splits(transport, call, timeout_s)
         if algorithm == FRAMES:
             self._finish(call, swapped)
 
@@ -155,33 +158,61 @@ class Agreement:
         transport, verb = self._transport, "new_group"
         if not transport.can_agree("cpu"):
             return
-        self._swap(_header(verb, 0, 0, 0, 0, "", 0.0), 0, 0, verb, timeout_s)
-        mine = torch.full((transport.world_size + 1,), _OUTSIDE, dtype=torch.int32)
         listed = [_OUTSIDE] if ranks is None else [len(ranks), *ranks]
-        mine[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
-        table = transport.exchange(mine.view(torch.uint8), verb, timeout_s).view(torch.int32).tolist()
-        lists = [None if row[0] == _OUTSIDE else row[1 : 1 + row[0]] for row in table]
+        listed += [_OUTSIDE] * (transport.world_size + 1 - len(listed))
+        table = self._swap_numbers(_header(verb, 0, 0, 0, 0, "", 0.0), listed, verb, timeout_s)
+        lists = [None if row[0] == _OUTSIDE else list(row[1 : 1 + row[0]]) for row in table]
         # A rank may also pass a list that it is not in: torch wants every rank to name the members.
         if any(lists[rank] != members for members in lists if members is not None for rank in members):
             rows = [f"new_group({'none' if members is None else members})" for members in lists]
             raise wording.mismatch(transport.place(verb), rows)
 
+    def _agree_on_splits(
+        self, call: Collective, header: bytes, timeout_s: float | None, meanwhile: Meanwhile | None
+    ) -> None:
+        """Compares what each rank sends to each other one with what that one expects; every rank sees all of it."""
+        n = self._transport.world_size
+        table = self._swap_numbers(header, [*call.input_splits, *call.output_splits], call.verb, timeout_s, meanwhile)
+        for source in range(n):
+            for target in range(n):
+                sent, expected = table[source][target], table[target][n + source]
+                if sent != expected:
+                    raise wording.splits_differ(self._transport.place(call.verb), source, target, sent, expected)
+
+    def _swap_numbers(
+        self,
+        header: bytes,
+        numbers: list[int],
+        verb: str,
+        timeout_s: float | None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Returns every rank's ``numbers``, equally many on all ranks that make this call, and compares headers."""
+        packed = struct.pack(f"{len(numbers)}q", *numbers)
+        if len(packed) <= self._bytes - _PAYLOAD_AT:
+            swapped = self._swap(header, packed, len(packed), verb, timeout_s, meanwhile)
+            return [struct.unpack_from(f"{len(numbers)}q", row, _PAYLOAD_AT) for row in swapped.rows]
+        # So many ranks are rare: their numbers go by themselves.
+        self._swap(header, 0, 0, verb, timeout_s, meanwhile)
+        frame = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return [tuple(row) for row in self._transport.exchange(frame, verb, timeout_s).view(torch.int64).tolist()]
+
     def _swap(
         self,
         header: bytes,
-        address: int,
+        source: int | bytes,
         nbytes: int,
         verb: str,
         timeout_s: float | None,
         meanwhile: Meanwhile | None = None,
     ) -> _Swapped:
-        """Swaps frames, of which this rank's has ``nbytes`` from ``address``. Raises CollectiveMismatchError."""
+        """Swaps frames; this rank's has ``nbytes`` of ``source`` (its address, or bytes). Compares headers."""
         transport = self._transport
         count_call(transport, verb)
         transport.check_whole(verb)
         self._raw[:_PAYLOAD_AT] = header
         if nbytes:
-            memmove(self._payload, address, nbytes)  # a copy by torch takes about four times as long
+            memmove(self._payload, source, nbytes)  # a copy by torch takes about four times as long
         on_host = self._on_host(meanwhile)
         swapped = self._look_up(transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s, on_host))
         mine = header[:FRAME_COMPARED_BYTES]
@@ -240,18 +271,6 @@ def count_call(transport: Transport, verb: str) -> None:
     transport.calls += 1
     if transport.pid != os.getpid():
         raise wording.forked(transport.place(verb))
-
-
-def _agree_on_splits(transport: Transport, call: Collective, timeout_s: float | None) -> None:
-    """Compares what each rank sends to each other one with what that one expects; every rank sees all of it."""
-    n = transport.world_size
-    mine = torch.tensor([*call.input_splits, *call.output_splits], dtype=torch.int64)
-    table = transport.exchange(mine.view(torch.uint8), call.verb, timeout_s).view(torch.int64).tolist()
-    for source in range(n):
-        for target in range(n):
-            sent, expected = table[source][target], table[target][n + source]
-            if sent != expected:
-                raise wording.splits_differ(transport.place(call.verb), source, target, sent, expected)
 
 
 def _describe(headers: Sequence[memoryview]) -> list[str]:

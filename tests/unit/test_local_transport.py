@@ -162,5 +162,17 @@ def add_up(rank: int) -> float:
     return total.item()
 
 
+def swap_unevenly(rank: int) -> None:
+    """The splits of so many ranks are longer than the frame that calls begin with."""
+    splits = [(rank + peer) % 3 for peer in range(pycomm.world_size())]
+    received = torch.empty(sum(splits))
+    pycomm.all_to_all_single(received, torch.full((sum(splits),), float(rank)), splits, splits)
+    assert received.tolist() == [peer for peer, split in enumerate(splits) for _ in range(split)]
+    expected = [split + (rank == 5 and peer == 7) for peer, split in enumerate(splits)]
+    with pytest.raises(CollectiveMismatchError, match="rank 7 sends 0 .* rank 5 expects 1 from rank 7"):
+        pycomm.all_to_all_single(torch.empty(sum(expected)), torch.ones(sum(splits)), expected, splits)
+
+
 def test_a_world_of_64() -> None:
     assert run_ranks(64, add_up, transport="local") == [64 * 63 / 2] * 64
+    run_ranks(64, swap_unevenly, transport="local")
