@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+import pycomm
+
 __all__ = [
+    "BOUND",
     "LAYERED",
     "MODELS",
     "OPTIMIZERS",
     "STEPS",
+    "Branches",
     "PlainAttention",
     "PlainMLP",
     "batches",
     "loss_of",
     "make",
+    "make_on_rank",
     "relative_error",
     "train_alone",
+    "train_on_rank",
 ]
 
 STEPS = 10
 ROWS = 12  # of a whole batch: 2, 3 and 4 ranks divide it
+# Of relative_error. Sums in another order: a few units in the last place a step, which AdamW's division by sqrt(v)
+# enlarges.
+BOUND = {torch.float32: 2e-4, torch.bfloat16: 0.06}
 
 
 class Attention(nn.Module):
@@ -75,6 +85,17 @@ class TinyGPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.embedding(tokens))).transpose(1, 2)
+
+
+class Branches(nn.Module):
+    """Uses ``left`` or ``right``, never ``idle``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.idle = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, is_left: bool) -> torch.Tensor:
+        return self.left(x) if is_left else self.right(x)
 
 
 def mlp() -> nn.Module:
@@ -129,6 +150,15 @@ def make(name: str, dtype: torch.dtype = torch.float32, models: dict[str, Any] |
     return (models or MODELS)[name]().to(dtype)
 
 
+def make_on_rank(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Returns what ``make`` does, with other parameters on each rank but 0: an engine starts from rank 0's."""
+    model = make(name, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(pycomm.rank())
+    return model
+
+
 def batches(name: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields inputs and targets of the whole world, for ``STEPS`` steps."""
     draw = torch.Generator().manual_seed(11)
@@ -144,6 +174,31 @@ def batches(name: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[tor
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the mean loss, computed in float32."""
     return functional.cross_entropy(model(inputs).float(), targets)
+
+
+def train_on_rank(
+    engine: pycomm.DistributedDataParallel | pycomm.FullyShardedDataParallel,
+    name: str,
+    optimizer_name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    accumulate: int = 1,
+    is_synced: bool = False,
+    keeps_views: bool = False,
+) -> None:
+    """Trains ``engine``, around the model ``name``, on this rank's rows of each batch, ``accumulate`` parts a step.
+
+    All parts but the last are left unreduced, unless ``is_synced``.
+    """
+    rank, world_size = pycomm.rank(), pycomm.world_size()
+    optimizer = OPTIMIZERS[optimizer_name](engine.parameters())
+    for whole in batches(name, dtype):
+        optimizer.zero_grad(set_to_none=not keeps_views)
+        inputs, targets = (rows.chunk(world_size)[rank].chunk(accumulate) for rows in whole)
+        for part, (x, y) in enumerate(zip(inputs, targets), start=1):
+            with nullcontext() if is_synced or part == accumulate else engine.no_sync():
+                (loss_of(engine, x, y) / accumulate).backward()
+        optimizer.step()
 
 
 def train_alone(

@@ -15,11 +15,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
-from engines.cases import MODELS, OPTIMIZERS, STEPS, batches, loss_of, make, relative_error, train_alone
+from engines.cases import (
+    BOUND,
+    MODELS,
+    OPTIMIZERS,
+    STEPS,
+    Branches,
+    batches,
+    loss_of,
+    make,
+    make_on_rank,
+    relative_error,
+    train_alone,
+    train_on_rank,
+)
 from harness import run_ranks
-
-# Sums in another order: a few units in the last place a step, which AdamW's division by sqrt(v) enlarges.
-BOUND = {torch.float32: 2e-4, torch.bfloat16: 0.06}
 
 
 def same_on_all_ranks(state: dict[str, torch.Tensor]) -> bool:
@@ -39,23 +49,9 @@ def train(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Trains on this rank's rows and returns the module's state."""
-    rank, world_size = pycomm.rank(), pycomm.world_size()
-    model = make(name, dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():  # the wrapper starts from rank 0's
-            parameter.add_(rank)
+    model = make_on_rank(name, dtype)
     ddp = wrap(model, **options)
-    optimizer = OPTIMIZERS[optimizer_name](ddp.parameters())
-    for inputs, targets in batches(name, dtype):
-        optimizer.zero_grad(set_to_none=not keeps_views)
-        parts = list(
-            zip(inputs.chunk(world_size)[rank].chunk(accumulate), targets.chunk(world_size)[rank].chunk(accumulate))
-        )
-        with ddp.no_sync():
-            for x, y in parts[:-1]:
-                (loss_of(ddp, x, y) / accumulate).backward()
-        (loss_of(ddp, *parts[-1]) / accumulate).backward()
-        optimizer.step()
+    train_on_rank(ddp, name, optimizer_name, dtype, accumulate=accumulate, keeps_views=keeps_views)
     assert same_on_all_ranks(dict(model.named_parameters()))
     ddp.sync_parameters()  # buffers: since the last forward pass those of each rank
     return ddp.state_dict()
@@ -151,17 +147,6 @@ def error_feedback_trains(rank: int) -> None:
     for compression in ("topk:0.25+ef", "powersgd:2+ef", "int8", "auto"):
         state = train("mlp", "sgd", compression=compression, bucket_bytes=1024)
         assert relative_error(state, train_alone("mlp", "sgd")) < 0.5, compression
-
-
-class Branches(nn.Module):
-    """Uses ``left`` or ``right``, never ``idle``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.idle = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor, is_left: bool) -> torch.Tensor:
-        return self.left(x) if is_left else self.right(x)
 
 
 def unused_parameters(rank: int) -> None:

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import pycomm
-from engines.cases import MODELS, OPTIMIZERS
-from engines.fsdp_cases import STRATEGIES, Branches, error_of, expected_of, train
-from engines.test_ddp import BOUND
+from engines.cases import BOUND, MODELS, OPTIMIZERS, Branches
+from engines.fsdp_cases import STRATEGIES, error_of, expected_of, train
 from harness import run_ranks
 from pycomm.engines.tensor import ColumnParallelLinear, RowParallelLinear
 

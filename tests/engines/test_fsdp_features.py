@@ -11,9 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
-from engines.cases import OPTIMIZERS, Attention, TinyGPT, batches, loss_of, make, train_alone
-from engines.fsdp_cases import STRATEGIES, WRAP, Branches, error_of, expected_of, train
-from engines.test_ddp import BOUND
+from engines.cases import BOUND, OPTIMIZERS, Attention, Branches, TinyGPT, batches, loss_of, make, train_alone
+from engines.fsdp_cases import STRATEGIES, WRAP, error_of, expected_of, train
 from harness import run_ranks
 
 
