@@ -73,15 +73,14 @@ class _Swapped(NamedTuple):
 
     frames: Sequence[torch.Tensor]
     rows: list[memoryview]  # their bytes
-    headers: list[memoryview]
-    compared: list[memoryview]
+    compared: list[memoryview]  # of which all ranks must have the same
     addresses: list[int]
 
     @classmethod
     def of(cls, frames: Sequence[torch.Tensor]) -> _Swapped:
         rows = [frame.numpy().data for frame in frames]
-        headers, compared = ([row[:length] for row in rows] for length in (_PAYLOAD_AT, FRAME_COMPARED_BYTES))
-        return cls(frames, rows, headers, compared, [frame.data_ptr() for frame in frames])
+        compared = [row[:FRAME_COMPARED_BYTES] for row in rows]
+        return cls(frames, rows, compared, [frame.data_ptr() for frame in frames])
 
 
 class Agreement:
@@ -110,10 +109,10 @@ class Agreement:
             return
         op = 0 if call.op is None else int(call.op)
         header = _header(call.verb, op, _code_of(call.dtype), call.root, _numel(call), algorithm, call.factor)
-        is_silent = call.verb in ("broadcast", "scatter") and transport.rank != call.root
         if call.verb == "all_to_all_single":
             self._agree_on_splits(call, header, timeout_s, meanwhile)
             return
+        is_silent = call.verb in ("broadcast", "scatter") and transport.rank != call.root
         sent = None if algorithm != FRAMES or is_silent else call.input
         address, nbytes = (0, 0) if sent is None else (sent.data_ptr(), sent.nbytes)
         swapped = self._swap(header, address, nbytes, call.verb, timeout_s, meanwhile)
@@ -145,7 +144,7 @@ class Agreement:
             call.look_at(self._look_up(frames).addresses)
             self._looked_at = frames
         if not call.agrees():
-            raise wording.mismatch(transport.place("all_reduce"), _describe(self._look_up(frames).headers))
+            raise wording.mismatch(transport.place("all_reduce"), _describe(self._look_up(frames).rows))
         if is_framed:
             call.reduce()
 
@@ -218,7 +217,7 @@ class Agreement:
         mine = header[:FRAME_COMPARED_BYTES]
         for other in swapped.compared:
             if other != mine:
-                raise wording.mismatch(transport.place(verb), _describe(swapped.headers))
+                raise wording.mismatch(transport.place(verb), _describe(swapped.rows))
         return swapped
 
     def _on_host(self, meanwhile: Meanwhile | None) -> MeanwhileOnHost | None:
@@ -251,7 +250,7 @@ class Agreement:
         start = self._transport.rank * nbytes if call.verb in ("reduce_scatter_single", "scatter") else 0
         if call.op is not None:
             is_scaled = call.op is ReduceOp.PREMUL_SUM
-            factors = [float(_HEADER.unpack_from(header)[-1]) for header in swapped.headers] if is_scaled else None
+            factors = [float(_HEADER.unpack_from(row)[-1]) for row in swapped.rows] if is_scaled else None
             reduce_at(output, [frame + _PAYLOAD_AT + start for frame in swapped.addresses], call.op, factors)
             return
         start += _PAYLOAD_AT
@@ -273,14 +272,15 @@ def count_call(transport: Transport, verb: str) -> None:
         raise wording.forked(transport.place(verb))
 
 
-def _describe(headers: Sequence[memoryview]) -> list[str]:
+def _describe(rows: Sequence[memoryview]) -> list[str]:
+    """Returns in words what each rank calls, by the bytes of its frame."""
     # The algorithm is of interest where it is all that differs.
-    differs_elsewhere = len({bytes(header[: FRAME_COMPARED_BYTES - _NAME_BYTES]) for header in headers}) > 1
-    rows = []
-    for verb, op, dtype, root, numel, name, _ in map(_HEADER.unpack_from, headers):
+    differs_elsewhere = len({bytes(row[: FRAME_COMPARED_BYTES - _NAME_BYTES]) for row in rows}) > 1
+    calls = []
+    for verb, op, dtype, root, numel, name, _ in map(_HEADER.unpack_from, rows):
         algorithm = "" if differs_elsewhere else name.rstrip(b"\0").decode()
-        rows.append(wording.describe_call(wording.CALLS[verb], op, dtype, numel, root, algorithm))
-    return rows
+        calls.append(wording.describe_call(wording.CALLS[verb], op, dtype, numel, root, algorithm))
+    return calls
 
 
 def _any_tensor(call: Collective) -> torch.Tensor:
