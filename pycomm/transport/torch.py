@@ -140,11 +140,11 @@ class TorchTransport(WatchedTransport):
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         if not self.is_gloo:
             return super().exchange(frame, verb, timeout_s)
-        swaps = []
-        for part in torch.split(frame, self.frame_bytes):  # as a rule one
+        width, gathered = self.frame_bytes, frame.new_empty((self.world_size, frame.numel()))
+        for part, into in zip(torch.split(frame, width), torch.split(gathered, width, dim=1)):  # as a rule one
             frames = self.exchange_frames(part, part.numel(), verb, timeout_s)
-            swaps.append(torch.stack([each[: part.numel()] for each in frames]))
-        return torch.cat(swaps, dim=1)
+            torch.stack([each[: part.numel()] for each in frames], out=into)
+        return gathered
 
     def exchange_frames(
         self,
@@ -159,7 +159,6 @@ class TorchTransport(WatchedTransport):
         if not self.is_gloo:
             return super().exchange_frames(frame, nbytes, verb, timeout_s)
         if self._swap is None:
-            self.open_group()  # first: of a call that was broken off gloo still has the buffers
             self._swap = self._post_exchange(range(self.world_size), self.frame_bytes, _FRAMES)
         return self._swap.swap_part(frame, nbytes, verb, timeout_s)
 
