@@ -88,6 +88,13 @@ void bind_kernels(py::module_& m) {
         return dtype >= 0 && op >= 0 && reduce_supported(static_cast<DType>(dtype), static_cast<ReduceOp>(op));
       },
       py::arg("dtype"), py::arg("op"), "Whether the operator is defined on the element type.");
+  m.def(
+      "reduce_kernels",
+      [] {
+        static constexpr ReduceKernels kKernels{&reduce_supported, &reduce};
+        return reinterpret_cast<std::uintptr_t>(&kKernels);
+      },
+      "Address of the kernels, for pycomm's torch operators.");
   m.def("cpu_isa", &cpu_isa, "The instruction set that the CPU kernels use: 'avx512', 'avx2' or 'generic'.");
   m.def(
       "_reduce_isa", &use_cpu_isa, py::arg("name").none(true),

@@ -1,5 +1,6 @@
 // torch.ops.pycomm.*: the operators that torch.compile sees, on torch's stable ABI (one library for torch 2.11 and
-// later). CPU kernels; pycomm/ops adds those for CUDA from the core, so that this library needs no nvcc.
+// later). The kernels are the core's: those for the CPU it hands over as the library is loaded, those for CUDA pycomm/ops
+// adds. So this library is one file, which compiles in seconds and without nvcc.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -14,6 +15,8 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+const ReduceKernels* kernels = nullptr;  // set once, before Python lets anyone call an operator
 
 DType dtype_of(ScalarType type) {
   switch (type) {
@@ -51,9 +54,10 @@ bool same_sizes(const Tensor& a, const Tensor& b) {
 // inputs: tensors of one shape and dtype; factors: one for each with PREMUL_SUM, else empty. A new contiguous tensor.
 Tensor reduce_tensors(std::vector<Tensor> inputs, int64_t op, std::vector<double> factors) {
   STD_TORCH_CHECK(!inputs.empty(), "pycomm::reduce: needs at least one input, got none");
+  STD_TORCH_CHECK(kernels != nullptr, "pycomm::reduce: load this library by pycomm.ops, which gives it its kernels");
   const Tensor& first = inputs[0];
   const DType dtype = dtype_of(first.scalar_type());
-  STD_TORCH_CHECK(op >= 0 && op < kReduceOps && reduce_supported(dtype, static_cast<ReduceOp>(op)),
+  STD_TORCH_CHECK(op >= 0 && op < kReduceOps && kernels->is_supported(dtype, static_cast<ReduceOp>(op)),
                   "pycomm::reduce: operator ", op, " is not defined on the inputs' dtype");
   const bool needs_factors = static_cast<ReduceOp>(op) == ReduceOp::kPremulSum;
   STD_TORCH_CHECK(factors.size() == (needs_factors ? inputs.size() : 0), "pycomm::reduce: expected ",
@@ -66,13 +70,18 @@ Tensor reduce_tensors(std::vector<Tensor> inputs, int64_t op, std::vector<double
     pointers.push_back(input.const_data_ptr());
   }
   Tensor output = torch::stable::new_empty(first, first.sizes());
-  reduce(output.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()),
-         static_cast<std::size_t>(first.numel()), dtype, static_cast<ReduceOp>(op), factors.data(), false);
+  kernels->run(output.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()),
+               static_cast<std::size_t>(first.numel()), dtype, static_cast<ReduceOp>(op), factors.data(), false);
   return output;
 }
 
 }  // namespace
 }  // namespace pycomm
+
+// Gives the operators the core's kernels: the address that pycomm._native.reduce_kernels() returns.
+extern "C" __attribute__((visibility("default"))) void pycomm_use_kernels(const pycomm::ReduceKernels* kernels) {
+  pycomm::kernels = kernels;
+}
 
 STABLE_TORCH_LIBRARY(pycomm, m) { m.def("reduce(Tensor[] inputs, int op, float[] factors) -> Tensor"); }
 

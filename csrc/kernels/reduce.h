@@ -21,6 +21,12 @@ bool reduce_supported(DType dtype, ReduceOp op);
 void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t numel, DType dtype, ReduceOp op,
             const double* factors, bool stream_output);
 
+// The two above for a library that is not linked with them: pycomm's torch operators take them from the core.
+struct ReduceKernels {
+  decltype(&reduce_supported) is_supported;
+  decltype(&reduce) run;
+};
+
 // As `reduce` without streaming, the result written to each of `outputs`, of which the first `num_outputs` count: while
 // it is in registers, or at least in the L1 cache. Bytes moved per element: (num_inputs + num_outputs) * itemsize.
 void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inputs, int num_inputs, std::size_t numel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NativeUnavailableError
-from . import _torch_build
+from . import _torch_build, native
 
 __all__ = ["load_torch_library"]
 
@@ -21,17 +22,17 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 @cache
 def load_torch_library() -> None:
-    """Makes ``torch.ops.pycomm`` known to torch. The first use may take half a minute, if it has to compile.
+    """Makes ``torch.ops.pycomm`` known to torch. The first use may take ten seconds, if it has to compile.
 
     torch keeps what it compiles under ``TORCH_EXTENSIONS_DIR`` (default ``~/.cache/torch_extensions``). Raises
     NativeUnavailableError.
     """
+    kernels = native().reduce_kernels()
     built = sorted(_PACKAGE.glob("_torch_ops*.so"))
     try:
-        if built:
-            torch.ops.load_library(str(built[0]))  # type: ignore[no-untyped-call, unused-ignore]
-        else:
-            _build()
+        path = str(built[0]) if built else _build()
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call, unused-ignore]
+        ctypes.CDLL(path).pycomm_use_kernels(ctypes.c_void_p(kernels))
     except Exception as error:
         action = f"load {built[0]}" if built else "build pycomm's torch operators on first use"
         raise NativeUnavailableError(
@@ -41,18 +42,20 @@ def load_torch_library() -> None:
         ) from error
 
 
-def _build() -> None:
+def _build() -> str:
+    """Compiles the library, unless torch has it in its cache; returns its path."""
     from torch.utils import cpp_extension
 
     csrc = _torch_build.csrc_dir()
     with _ninja_on_path():
-        cpp_extension.load(
+        path: str = cpp_extension.load(
             name="pycomm_torch_ops",
             sources=[str(path) for path in _torch_build.sources(csrc)],
             extra_cflags=list(_torch_build.CXX_FLAGS),
             extra_include_paths=[str(csrc)],
             is_python_module=False,
         )
+    return path
 
 
 @contextmanager

@@ -32,6 +32,22 @@ def test_first_use_builds_and_the_second_finds_it(tmp_path: Path) -> None:
     assert built_at[0] == built_at[1]
 
 
+WITHOUT_CORE = """
+import torch
+import pycomm.ops._torch_library as library
+torch.ops.load_library(str(next(library._PACKAGE.glob("_torch_ops*.so"))))
+try:
+    torch.ops.pycomm.reduce([torch.ones(3)], 0, [])
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_the_library_alone_says_where_its_kernels_are() -> None:
+    result = subprocess.run([sys.executable, "-c", WITHOUT_CORE], stdout=subprocess.PIPE, text=True, check=True)
+    assert "load this library by pycomm.ops" in result.stdout
+
+
 def test_a_build_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("Ninja is required to load C++ extensions")
