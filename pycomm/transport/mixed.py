@@ -4,14 +4,6 @@ Messages go by the peer's host. Over hosts of equal size all_reduce (``_mixed_re
 reduce_scatter (``_mixed_shards.py``) are composed of both; the other collectives run as plans, which know the hosts:
 `hierarchical` sends no byte to another host that it need not.
 
-[Note: messages from any rank]
-A receive from any rank would have to wait on two transports, and to be withdrawn from one when the other has the
-message; gloo cannot withdraw. So whoever sends a message of a user announces it: a few bytes with a tag of their own,
-ahead of the message. The receiver listens to announcements, one standing receive a transport, from its first receive
-on. It then knows what is on its way, and a receive from any rank becomes one from the rank whose announcement nobody
-has taken. Receives take messages in the order in which they were asked for: one from a certain rank waits behind those
-from any rank with its tag. Messages of collectives are not announced: their peers are known.
-
 [Note: one failure for both]
 What fails in one transport ends the group in both: the rank that got the error closes both, so whoever waits for it,
 on its host or on another, gets an error too, and closes its own. So a death reaches every rank of the group. A message
@@ -24,8 +16,6 @@ import contextlib
 import importlib.util
 import logging
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,12 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from ..errors import CollectiveTimeoutError, PeerLostError, PycommError, TransportError
+from ..errors import CollectiveTimeoutError, PeerLostError, TransportError
 from ..topology import Topology, detect_launch
 from ..types import ReduceOp
 from . import ConnectSpec, _mixed_shards
 from . import connect as connect_by
 from ._host_frames import HostFrames
+from ._mixed_arrivals import Announced, Arrivals
 from ._mixed_column import Column
 from ._mixed_reduce import ColumnReduction
 from ._watched import WatchedTransport
@@ -76,7 +67,7 @@ class MixedTransport(Transport):
         self._local = {rank: index for index, rank in enumerate(self._neighbours)}
         self._starting = threading.Lock()  # one thread at a time calls a transport
         self._failure: Remembered | None = None  # what ended both
-        self._arrivals = _Arrivals(self)
+        self._arrivals = Arrivals(self)
         self._frames: HostFrames | None = None
         if len(set(map(len, topology.hosts))) == 1:  # else the ranks' shards do not match; a plan finds how they do
             column = [ranks[inner.rank] for ranks in topology.hosts]
@@ -208,7 +199,7 @@ class MixedTransport(Transport):
         if tag >= FIRST_OWN_TAG:
             return self.start(flat, peer, tag, is_send=True)
         announcement = self.start(torch.tensor([tag]), peer, ANNOUNCEMENT_TAG, is_send=True)
-        return _Announced(announcement, self.start(flat, peer, tag, is_send=True))
+        return Announced(announcement, self.start(flat, peer, tag, is_send=True))
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
         if tag < FIRST_OWN_TAG:
@@ -298,138 +289,6 @@ class _Routed(Request):
     def settle(self) -> None:
         with self._transport.ending_both(self._is_users):
             self._request.settle()
-
-
-class _Announced(Request):
-    """A message of a user, and its announcement, which must live as long."""
-
-    def __init__(self, announcement: Request, message: Request) -> None:
-        self._both = announcement, message
-
-    def test(self) -> bool:
-        return all(request.test() for request in self._both)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        for request in reversed(self._both):
-            request.wait(timeout_s)
-
-
-# -- messages from any rank -------------------------------------------------------------------------------------------
-
-
-class _Arrivals:
-    """Which messages of users are announced and which are asked for; see [Note: messages from any rank]."""
-
-    def __init__(self, transport: MixedTransport) -> None:
-        self._transport = transport
-        self._changed = threading.Condition()  # guards what follows
-        self._left: Counter[tuple[int, int]] = Counter()  # by (peer, tag): announced - taken; may be negative
-        self._asked: list[_Receive] = []  # those whose sender is not known, and those behind them
-        self._error: PycommError | None = None
-        self._is_listening = False
-        self._is_closed = False
-
-    def receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
-        """As ``Transport.irecv``."""
-        self._start_listening()
-        receive = _Receive(self, flat, peer, tag)
-        with self._changed:
-            self._asked.append(receive)
-            self._assign()
-        return receive
-
-    def has_started(self, receive: _Receive, timeout_s: float) -> bool:
-        """Whether the sender of ``receive`` is known and its message is being received; waits for it."""
-        if receive.request is None:
-            with self._changed:
-                self._changed.wait_for(lambda: receive.request or receive.error or self._error, timeout_s)
-                error = receive.error or self._error
-            if receive.request is None and error is not None:
-                raise error
-        return receive.request is not None
-
-    def no_message(self, receive: _Receive, limit_s: float) -> CollectiveTimeoutError:
-        """Returns the error that says that nobody has sent."""
-        sender = "any rank" if receive.peer is None else f"rank {receive.peer}"
-        return CollectiveTimeoutError(
-            f"rank {self._transport.rank} waited {limit_s:.3g} s for a message from {sender} with tag {receive.tag}, "
-            f"none came; see whether a rank sends one, or raise the timeout"
-        )
-
-    @property
-    def timeout_s(self) -> float:
-        """The transport's."""
-        return self._transport.timeout_s
-
-    def close(self) -> None:
-        """Lets the listeners end; they do once their transports are closed."""
-        self._is_closed = True
-
-    def _assign(self) -> None:
-        """Starts the receives whose sender is known, in the order in which they were asked for."""
-        undecided: set[int] = set()  # tags that a receive from any rank waits for
-        for receive in list(self._asked):
-            peer, tag = self._sender(receive.tag) if receive.peer is None else receive.peer, receive.tag
-            if peer is None:
-                undecided.add(tag)
-            elif tag not in undecided:
-                self._asked.remove(receive)
-                self._left[peer, tag] -= 1
-                try:
-                    receive.request = self._transport.start(receive.flat, peer, tag, is_send=False)
-                except PycommError as error:  # this may be a listener's thread
-                    receive.error = error
-
-    def _sender(self, tag: int) -> int | None:
-        return next((peer for (peer, its_tag), left in self._left.items() if its_tag == tag and left > 0), None)
-
-    def _start_listening(self) -> None:
-        if self._is_listening:
-            return
-        self._is_listening = True
-        for part in (self._transport.inner, self._transport.outer):
-            threading.Thread(target=self._listen, args=(part,), name="pycomm-arrivals", daemon=True).start()
-
-    def _listen(self, part: Transport) -> None:
-        tag = torch.zeros(1, dtype=torch.int64)
-        try:
-            while not self._is_closed:
-                peer = self._transport.listen(part, tag)
-                with self._changed:
-                    self._left[peer, int(tag)] += 1
-                    self._assign()
-                    self._changed.notify_all()
-        except PycommError as error:  # for whoever waits for a message
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-
-class _Receive(Request):
-    """A receive of a user's message. ``request`` is there once it is known which message it gets."""
-
-    def __init__(self, arrivals: _Arrivals, flat: torch.Tensor, peer: int | None, tag: int) -> None:
-        self.flat = flat
-        self.peer = peer
-        self.tag = tag
-        self.request: _Routed | None = None
-        self.error: PycommError | None = None
-        self._arrivals = arrivals
-
-    @property
-    def source(self) -> int:
-        """The rank that sent the message; -1 until it is known."""
-        return -1 if self.request is None else self.request.source
-
-    def test(self) -> bool:
-        return self._arrivals.has_started(self, 0.0) and self.request is not None and self.request.test()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        limit_s = self._arrivals.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        if not self._arrivals.has_started(self, limit_s) or self.request is None:
-            raise self._arrivals.no_message(self, limit_s)
-        self.request.wait(max(deadline - time.monotonic(), 1e-3))
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------

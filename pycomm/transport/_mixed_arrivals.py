@@ -1,0 +1,153 @@
+"""Messages of users over hosts: how a receive from any rank waits on two transports.
+
+[Note: messages from any rank]
+A receive from any rank would have to wait on two transports, and to be withdrawn from one when the other has the
+message; gloo cannot withdraw. So whoever sends a message of a user announces it: a few bytes with a tag of their own,
+ahead of the message. The receiver listens to announcements, one standing receive a transport, from its first receive
+on. It then knows what is on its way, and a receive from any rank becomes one from the rank whose announcement nobody
+has taken. Receives take messages in the order in which they were asked for: one from a certain rank waits behind those
+from any rank with its tag. Messages of collectives are not announced: their peers are known.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import CollectiveTimeoutError, PycommError
+from .base import Request, Transport
+
+if TYPE_CHECKING:
+    from .mixed import MixedTransport
+
+__all__ = ["Announced", "Arrivals"]
+
+
+class Arrivals:
+    """Which messages of users are announced and which are asked for; see [Note: messages from any rank]."""
+
+    def __init__(self, transport: MixedTransport) -> None:
+        self._transport = transport
+        self._changed = threading.Condition()  # guards what follows
+        self._left: Counter[tuple[int, int]] = Counter()  # by (peer, tag): announced - taken; may be negative
+        self._asked: list[_Receive] = []  # those whose sender is not known, and those behind them
+        self._error: PycommError | None = None
+        self._is_listening = False
+        self._is_closed = False
+
+    def receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+        """As ``Transport.irecv``."""
+        self._start_listening()
+        receive = _Receive(self, flat, peer, tag)
+        with self._changed:
+            self._asked.append(receive)
+            self._assign()
+        return receive
+
+    def has_started(self, receive: _Receive, timeout_s: float) -> bool:
+        """Whether the sender of ``receive`` is known and its message is being received; waits for it."""
+        if receive.request is None:
+            with self._changed:
+                self._changed.wait_for(lambda: receive.request or receive.error or self._error, timeout_s)
+                error = receive.error or self._error
+            if receive.request is None and error is not None:
+                raise error
+        return receive.request is not None
+
+    def no_message(self, receive: _Receive, limit_s: float) -> CollectiveTimeoutError:
+        """Returns the error that says that nobody has sent."""
+        sender = "any rank" if receive.peer is None else f"rank {receive.peer}"
+        return CollectiveTimeoutError(
+            f"rank {self._transport.rank} waited {limit_s:.3g} s for a message from {sender} with tag {receive.tag}, "
+            f"none came; see whether a rank sends one, or raise the timeout"
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        """The transport's."""
+        return self._transport.timeout_s
+
+    def close(self) -> None:
+        """Lets the listeners end; they do once their transports are closed."""
+        self._is_closed = True
+
+    def _assign(self) -> None:
+        """Starts the receives whose sender is known, in the order in which they were asked for."""
+        undecided: set[int] = set()  # tags that a receive from any rank waits for
+        for receive in list(self._asked):
+            peer, tag = self._sender(receive.tag) if receive.peer is None else receive.peer, receive.tag
+            if peer is None:
+                undecided.add(tag)
+            elif tag not in undecided:
+                self._asked.remove(receive)
+                self._left[peer, tag] -= 1
+                try:
+                    receive.source = peer  # before `request`, which another thread takes for started
+                    receive.request = self._transport.start(receive.flat, peer, tag, is_send=False)
+                except PycommError as error:  # this may be a listener's thread
+                    receive.error = error
+
+    def _sender(self, tag: int) -> int | None:
+        return next((peer for (peer, its_tag), left in self._left.items() if its_tag == tag and left > 0), None)
+
+    def _start_listening(self) -> None:
+        if self._is_listening:
+            return
+        self._is_listening = True
+        for part in (self._transport.inner, self._transport.outer):
+            threading.Thread(target=self._listen, args=(part,), name="pycomm-arrivals", daemon=True).start()
+
+    def _listen(self, part: Transport) -> None:
+        tag = torch.zeros(1, dtype=torch.int64)
+        try:
+            while not self._is_closed:
+                peer = self._transport.listen(part, tag)
+                with self._changed:
+                    self._left[peer, int(tag)] += 1
+                    self._assign()
+                    self._changed.notify_all()
+        except PycommError as error:  # for whoever waits for a message
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+
+class _Receive(Request):
+    """A receive of a user's message. ``request`` is there once it is known which message it gets."""
+
+    def __init__(self, arrivals: Arrivals, flat: torch.Tensor, peer: int | None, tag: int) -> None:
+        self.flat = flat
+        self.peer = peer
+        self.tag = tag
+        self.request: Request | None = None
+        self.source = -1  # the rank that sent the message, once that is known
+        self.error: PycommError | None = None
+        self._arrivals = arrivals
+
+    def test(self) -> bool:
+        return self._arrivals.has_started(self, 0.0) and self.request is not None and self.request.test()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        limit_s = self._arrivals.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        if not self._arrivals.has_started(self, limit_s) or self.request is None:
+            raise self._arrivals.no_message(self, limit_s)
+        self.request.wait(max(deadline - time.monotonic(), 1e-3))
+
+
+class Announced(Request):
+    """A message of a user, and its announcement, which must live as long."""
+
+    def __init__(self, announcement: Request, message: Request) -> None:
+        self._both = announcement, message
+
+    def test(self) -> bool:
+        return all(request.test() for request in self._both)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        for request in reversed(self._both):
+            request.wait(timeout_s)
