@@ -7,7 +7,7 @@ template <class I>
 PYCOMM_HD auto at_least(I bits, std::int32_t least) {
 #if PYCOMM_VECTOR_BYTES == 64
   const __m512i magnitude = _mm512_and_si512(bit_cast<__m512i>(bits), _mm512_set1_epi32(0x7FFFFFFF));
-  return static_cast<std::uint32_t>(_mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(least)));
+  return _mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(least));
 #else
   return (bits & 0x7FFFFFFF) > least - 1;
 #endif
@@ -19,7 +19,8 @@ inline constexpr std::size_t kGroup = 4 * kLanesOfFloat;
 template <class Lanes>
 PYCOMM_HD std::uint64_t mask_of(Lanes a, Lanes b, Lanes c, Lanes d) {
 #if PYCOMM_VECTOR_BYTES == 64
-  return a | b << 16 | std::uint64_t{c | d << 16} << 32;
+  // Not by shifts of numbers: where GCC 12 runs out of registers it stores 16 bits of such a mask, and loads 32 of it.
+  return _mm512_kunpackd(_mm512_kunpackw(d, c), _mm512_kunpackw(b, a));
 #elif PYCOMM_VECTOR_BYTES == 32
   return static_cast<std::uint32_t>(_mm256_movemask_epi8(in_order(sign_bytes(a, b, c, d))));
 #else
