@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import _mpi_memory as memory
 from .base import FRAME_HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class FrameSwap:
         frames = torch.empty((transport.world_size, frame.numel()), dtype=torch.uint8)
         self.frames = frames.unbind()
         self.lengths = frames.view(torch.int64)[:, LENGTH_AT // 8].numpy().data  # what each rank's frame says
-        buffers = transport.as_bytes(frame), transport.as_bytes(frames, transport.world_size)
+        buffers = memory.as_bytes(frame), memory.as_bytes(frames, transport.world_size)
         self._request = communicator.Allgather_init(*buffers) if transport.mpi.Get_version() >= (4, 0) else None
         self._begin = partial(communicator.Iallgather, *buffers) if self._request is None else self._request.Start
 

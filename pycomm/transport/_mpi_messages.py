@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, PycommError
+from . import _mpi_memory as memory
 from . import _wording as wording
 from ._watch import Message
 from .base import Request
@@ -146,7 +147,7 @@ class MpiMessages:
         doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
         try:
             with transport.lock:
-                request = transport.open_communicator().Isend(transport.as_bytes(flat), peer, tag)
+                request = transport.open_communicator().Isend(memory.as_bytes(flat), peer, tag)
         except transport.mpi.Exception as error:
             raise transport.error_of(error, doing) from error
         send = _Send(transport, request, flat, transport.watch.send(peer, tag))
@@ -171,7 +172,7 @@ class MpiMessages:
                 if message is None:
                     return False
                 self._check_size(receive, int(status.Get_source()), int(status.Get_elements(mpi.BYTE)))
-                receive.request = message.Irecv(transport.as_bytes(receive.flat))
+                receive.request = message.Irecv(memory.as_bytes(receive.flat))
                 transport.keep(receive)
         except mpi.Exception as error:
             raise transport.error_of(error, receive.doing) from error

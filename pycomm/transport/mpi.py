@@ -1,14 +1,5 @@
 """MPI as a transport, through mpi4py: for clusters whose fast network speaks it.
 
-Memory is handed to MPI by address and without copies. Data is moved as bytes; reductions name their MPI type from the
-table below and never by Python's buffer protocol, by which Open MPI adds bfloat16 as bytes (1 + 1 = 4.25e37).
-
-[Note: what MPI does not reduce for us]
-MPI has no 16- and 8-bit floats and no portable bool. Its MIN and MAX may lose a NaN. It cannot scale while it adds
-(PREMUL_SUM), and its average is a sum that is divided here. For what is left it must give all ranks the same bits: "MPI
-requires that all processes participating in these operations receive identical results" (MPI 1.1 to 5.0, All-Reduce).
-tests/dist holds the MPI in use to that.
-
 [Note: waiting for MPI]
 Nothing here blocks inside MPI. Every call is the nonblocking one, followed by a loop of Test that spins, then yields
 (with more ranks than cores, others have to run for this to end), then sleeps. So timeouts and Ctrl-C work. A receive is
@@ -19,7 +10,6 @@ looks for all the receives that are due, so two ranks that each send before they
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -30,6 +20,7 @@ import torch
 
 from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
+from . import _mpi_memory as memory
 from . import _wording as wording
 from ._mpi_frames import FrameSwap, FrameSwaps, frame_bytes_for
 from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
@@ -46,39 +37,6 @@ __all__ = ["MpiTransport", "connect"]
 
 _MOVES = frozenset({"broadcast", "all_gather_single", "all_to_all_single", "gather", "scatter", "barrier"})
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter_single"})
-
-_FLOATS = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
-}
-_INTS = {
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-    torch.uint8: "UINT8_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
-}
-_TYPE_NAMES = _FLOATS | _INTS
-_OP_NAMES = {
-    ReduceOp.SUM: "SUM",
-    ReduceOp.PRODUCT: "PROD",
-    ReduceOp.MIN: "MIN",
-    ReduceOp.MAX: "MAX",
-    ReduceOp.BAND: "BAND",
-    ReduceOp.BOR: "BOR",
-    ReduceOp.BXOR: "BXOR",
-    ReduceOp.AVG: "SUM",
-}
-_FLOAT_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG})
-_INT_OPS = frozenset(_OP_NAMES) - {ReduceOp.AVG}
-
-# Counts in MPI before version 4 are C ints. What is larger goes as one element of a made-up type, or in pieces.
-LARGEST_COUNT = 2**31 - 1
 
 _TESTS = 10  # of one request in a row: MPI moves the data in them, and to look for everything else takes as long as ten
 _SPIN_S = 20e-6
@@ -110,12 +68,9 @@ class MpiTransport(WatchedTransport):
         self.frame_bytes = frame_bytes_for(self.world_size)
         self._lateness = Lateness()  # of swaps of frames
         self._swaps: FrameSwaps | None = None
-        self._types: dict[int, Any] = {}
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
-        if verb not in _REDUCTIONS:
-            return verb in _MOVES
-        return (dtype in _FLOATS and op in _FLOAT_OPS) or (dtype in _INTS and op in _INT_OPS)
+        return memory.is_reducible(dtype, op) if verb in _REDUCTIONS else verb in _MOVES
 
     # -- agreement and failure ------------------------------------------------------------------------------------
 
@@ -124,7 +79,7 @@ class MpiTransport(WatchedTransport):
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
-        buffers = self.as_bytes(frame), self.as_bytes(frames, self.world_size)
+        buffers = memory.as_bytes(frame), memory.as_bytes(frames, self.world_size)
         self._run(verb, timeout_s, "Iallgather", buffers, frame, frames)
         return frames
 
@@ -166,8 +121,8 @@ class MpiTransport(WatchedTransport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
         output.copy_(input)  # nothing happens if they are the same
-        for piece in _pieces(output):
-            arguments = self.mpi.IN_PLACE, self._typed(piece), self._op(op)
+        for piece in memory.pieces(output):
+            arguments = self.mpi.IN_PLACE, memory.typed(piece), memory.operator(op)
             self._run("all_reduce", timeout_s, "Iallreduce", arguments, piece)
         self._divide(output, op)
 
@@ -175,22 +130,22 @@ class MpiTransport(WatchedTransport):
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, root: int, timeout_s: float | None
     ) -> None:
         is_root = self.rank == root
-        for piece in _pieces(output.copy_(input) if is_root else input):
-            typed = self._typed(piece)
+        for piece in memory.pieces(output.copy_(input) if is_root else input):
+            typed = memory.typed(piece)
             buffers = (self.mpi.IN_PLACE, typed) if is_root else (typed, None)
-            self._run("reduce", timeout_s, "Ireduce", (*buffers, self._op(op), root), piece)
+            self._run("reduce", timeout_s, "Ireduce", (*buffers, memory.operator(op), root), piece)
         if is_root:
             self._divide(output, op)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
-        if input.numel() > LARGEST_COUNT:
-            for root, part in enumerate(_parts(input, [output.numel()] * self.world_size)):
+        if input.numel() > memory.LARGEST_COUNT:
+            for root, part in enumerate(memory.cut(input, [output.numel()] * self.world_size)):
                 self.reduce(output, part, op, factor, root, timeout_s)
             return
-        input = _apart(input, output)
-        arguments = self._typed(input, self.world_size), self._typed(output), self._op(op)
+        input = memory.apart(input, output)
+        arguments = memory.typed(input, self.world_size), memory.typed(output), memory.operator(op)
         self._run("reduce_scatter_single", timeout_s, "Ireduce_scatter_block", arguments, input, output)
         self._divide(output, op)
 
@@ -201,11 +156,11 @@ class MpiTransport(WatchedTransport):
     # -- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int, timeout_s: float | None) -> None:
-        self._run("broadcast", timeout_s, "Ibcast", (self.as_bytes(flat), root), flat)
+        self._run("broadcast", timeout_s, "Ibcast", (memory.as_bytes(flat), root), flat)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
-        input = _apart(input, output)
-        buffers = self.as_bytes(input), self.as_bytes(output, self.world_size)
+        input = memory.apart(input, output)
+        buffers = memory.as_bytes(input), memory.as_bytes(output, self.world_size)
         self._run("all_gather_single", timeout_s, "Iallgather", buffers, input, output)
 
     def all_to_all_single(
@@ -216,25 +171,22 @@ class MpiTransport(WatchedTransport):
         input_splits: Sequence[int],
         timeout_s: float | None,
     ) -> None:
-        input = _apart(input, output)
-        if max(input.nbytes, output.nbytes) > LARGEST_COUNT:  # a displacement has to be a C int as well
-            self._messages.exchange(_parts(output, output_splits), _parts(input, input_splits), timeout_s)
+        input = memory.apart(input, output)
+        if max(input.nbytes, output.nbytes) > memory.LARGEST_COUNT:  # a displacement has to be a C int as well
+            self._messages.exchange(memory.cut(output, output_splits), memory.cut(input, input_splits), timeout_s)
             return
-        width, byte = input.itemsize, self.mpi.BYTE
-        received = [address(output), ([width * split for split in output_splits], None), byte]
-        sent = [address(input), ([width * split for split in input_splits], None), byte]
-        _complete(input)
-        self._run("all_to_all_single", timeout_s, "Ialltoallv", (sent, received), input, output)
+        arguments = memory.as_parts(input, input_splits), memory.as_parts(output, output_splits)
+        self._run("all_to_all_single", timeout_s, "Ialltoallv", arguments, input, output)
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int, timeout_s: float | None) -> None:
-        received = None if output is None else self.as_bytes(output, self.world_size)
-        input = input if output is None else _apart(input, output)
-        self._run("gather", timeout_s, "Igather", (self.as_bytes(input), received, root), input, output)
+        received = None if output is None else memory.as_bytes(output, self.world_size)
+        input = input if output is None else memory.apart(input, output)
+        self._run("gather", timeout_s, "Igather", (memory.as_bytes(input), received, root), input, output)
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int, timeout_s: float | None) -> None:
-        input = None if input is None else _apart(input, output)
-        sent = None if input is None else self.as_bytes(input, self.world_size)
-        self._run("scatter", timeout_s, "Iscatter", (sent, self.as_bytes(output), root), input, output)
+        input = None if input is None else memory.apart(input, output)
+        sent = None if input is None else memory.as_bytes(input, self.world_size)
+        self._run("scatter", timeout_s, "Iscatter", (sent, memory.as_bytes(output), root), input, output)
 
     def barrier(self, timeout_s: float | None) -> None:
         self._run("barrier", timeout_s, "Ibarrier", ())
@@ -284,14 +236,6 @@ class MpiTransport(WatchedTransport):
         if self.communicator is None:
             raise wording.used_closed(self.place("a call"))
         return self.communicator
-
-    def as_bytes(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
-        """Returns the memory of ``flat`` as mpi4py takes it: address, count, type; MPI counts one of the ``parts``."""
-        _complete(flat)
-        part_bytes = flat.nbytes // parts
-        if part_bytes <= LARGEST_COUNT:
-            return [address(flat), part_bytes, self.mpi.BYTE]
-        return [address(flat), 1, self._block_type(part_bytes)]
 
     def progress(self) -> None:
         """Receives the messages that have come and are asked for."""
@@ -371,50 +315,6 @@ class MpiTransport(WatchedTransport):
         except BaseException:  # also Ctrl-C: MPI goes on with the call
             self.keep((request, arguments, alive))
             raise
-
-    def _typed(self, flat: torch.Tensor, parts: int = 1) -> list[Any]:
-        _complete(flat)
-        return [address(flat), flat.numel() // parts, getattr(self.mpi, _TYPE_NAMES[flat.dtype])]
-
-    def _op(self, op: ReduceOp) -> Any:
-        return getattr(self.mpi, _OP_NAMES[op])
-
-    def _block_type(self, nbytes: int) -> Any:
-        """Returns an MPI type of ``nbytes`` bytes, more than a count can say: whole pieces and the rest."""
-        if nbytes not in self._types:
-            byte, piece_bytes = self.mpi.BYTE, 1 << 20
-            pieces = byte.Create_contiguous(piece_bytes).Create_contiguous(nbytes // piece_bytes)
-            rest_bytes = nbytes % piece_bytes
-            displacements = [0, nbytes - rest_bytes]
-            self._types[nbytes] = byte.Create_struct([1, rest_bytes], displacements, [pieces, byte]).Commit()
-        return self._types[nbytes]
-
-
-def address(flat: torch.Tensor) -> Any:
-    """Returns the memory of ``flat`` as mpi4py's buffer; it keeps nothing alive."""
-    return import_mpi().buffer.fromaddress(flat.data_ptr(), flat.nbytes)
-
-
-def _complete(flat: torch.Tensor) -> None:
-    """MPI knows no streams: what the current one still does to ``flat`` has to end first."""
-    if flat.is_cuda:
-        torch.cuda.current_stream(flat.device).synchronize()
-
-
-def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Returns ``flat`` in pieces of as many elements as a count can say; none if it is empty."""
-    return [flat[start : start + LARGEST_COUNT] for start in range(0, flat.numel(), LARGEST_COUNT)]
-
-
-def _parts(flat: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
-    stops = list(itertools.accumulate(splits))
-    return [flat[stop - split : stop] for stop, split in zip(stops, splits, strict=True)]
-
-
-def _apart(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Returns ``input``, or a copy if it shares memory with ``output``, which MPI forbids."""
-    first, second = input.data_ptr(), output.data_ptr()
-    return input if first + input.nbytes <= second or second + output.nbytes <= first else input.clone()
 
 
 def _has_ended(request: Any) -> bool:

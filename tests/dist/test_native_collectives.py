@@ -204,9 +204,9 @@ def lengths_change(rank: int) -> None:
 
 def as_if_counts_were_small(rank: int) -> None:
     """The paths of messages beyond 2^31, with a limit of 1000."""
-    from pycomm.transport import mpi
+    from pycomm.transport import _mpi_memory as memory
 
-    limit, mpi.LARGEST_COUNT = mpi.LARGEST_COUNT, 1000
+    limit, memory.LARGEST_COUNT = memory.LARGEST_COUNT, 1000
     try:
         reductions_are_right(rank)
         moves_are_right(rank)
@@ -215,7 +215,7 @@ def as_if_counts_were_small(rank: int) -> None:
         my_transport().all_gather_single(gathered, flat + rank, None)
         assert torch.equal(gathered.view(3, -1), torch.stack([flat, flat + 1, flat + 2]))
     finally:
-        mpi.LARGEST_COUNT = limit
+        memory.LARGEST_COUNT = limit
 
 
 @pytest.mark.parametrize(("world_size", "job"), [(2, all_of_two), (3, all_of_three)])
