@@ -35,9 +35,6 @@ void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inp
 // memcpy with non-temporal stores; ends with a store fence, so that a flag stored after it is seen after the bytes.
 void copy_streamed(void* destination, const void* source, std::size_t bytes);
 
-// memcpy to two places at once, neither of which overlaps the source. Reads the source once.
-void copy_to_both(void* destination, void* other, const void* source, std::size_t bytes);
-
 // The instruction set that the calls above use on this machine: "avx512", "avx2" or "generic".
 const char* cpu_isa();
 

@@ -20,6 +20,7 @@
 
 #include "errors.h"
 #include "process.h"
+#include "stores.h"
 #include "wait.h"
 
 namespace pycomm::shm {

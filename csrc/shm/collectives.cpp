@@ -4,13 +4,14 @@
 
 #include "../kernels/reduce.h"
 #include "group.h"
+#include "stores.h"
 
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kPieces = 8;
-constexpr std::size_t kStreamOutputFrom = 4u << 20;  // a result that long leaves the caches anyway, so it is not read into them
-constexpr std::size_t kHeapsFrom = 2048;  // below, copying into a slot costs less than a second synchronization
+constexpr std::size_t kPieces = 8, kRootedPieces = 16;  // to a window, where every rank has a core
+constexpr std::size_t kStreamOutputFrom = 4u << 20;  // a result that long leaves the caches anyway
+constexpr std::size_t kHeapsFrom = 2048;  // below, copying costs less than a second synchronization
 
 unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
 const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
@@ -20,10 +21,14 @@ void copy(void* to, const void* from, std::size_t bytes) {
   if (bytes > 0) std::memmove(to, from, bytes);
 }
 
-// Copies a piece of a result of `total` bytes to where only its owner reads it.
-void keep(void* to, const void* from, std::size_t bytes, std::size_t total) {
-  if (total >= kStreamOutputFrom) return copy_streamed(to, from, bytes);
-  std::memcpy(to, from, bytes);
+// Whether a result of `bytes` is to be written past the caches.
+bool streams_output(std::size_t bytes) { return bytes >= kStreamOutputFrom && memory_prefers_streams(); }
+
+// Copies what others have staged to where only its owner reads it.
+void keep(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
+  if (is_streamed) return copy_streamed(to, from, bytes);
+  ask_to_write(to, bytes);
+  copy(to, from, bytes);
 }
 
 // The part of `numel` elements that rank `rank` of `ranks` reduces: whole cache lines, so that no two ranks write one.
@@ -53,30 +58,54 @@ void Group::exchange(const Call& call, const void* data, std::size_t bytes) {
   meet(call, bytes);
 }
 
-template <class Fill, class Use, class Meanwhile>
-void Group::in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use, Meanwhile meanwhile) {
-  const char* verb = verb_name(call.verb);
+template <class Fill, class Use>
+void Group::in_windows(const Call& call, const Load& load, Fill fill, Use use) {
+  if (load.total == 0) return;
+  const char* const verb = verb_name(call.verb);
+  // From one root to the others, or to it, small pieces, so that the root is soon read, or soon reads; where a piece costs switches
+  // between ranks that share a core, large ones.
+  const std::size_t pieces = take_turns() ? 1 : has_root(call.verb) ? kRootedPieces : kPieces;
+  const std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
+  const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains
+  // Who reads nothing only has to leave the others the time to read; [Note: the ring].
+  const bool reads = !has_root(call.verb) || (rank_ == call.root) == (call.verb == Verb::kReduce || call.verb == Verb::kGather);
+  const std::uint64_t ahead = reads ? 0 : pieces - 1;
+  struct Window {
+    std::size_t offset, bytes, stride, place;
+  };
+  const auto take_window = [&](std::size_t offset) {
+    const std::size_t bytes = std::min(piece, load.total - offset), stride = round_up(bytes, kLine);
+    return Window{offset, bytes, stride, take(load.parts * stride)};
+  };
+  const auto apply = [&](auto& function, const Window& window, std::size_t at) {
+    if (at >= window.bytes) return;
+    const auto part = [&](int rank, std::size_t i) { return staged(rank, window.place + i * window.stride + at); };
+    function(part, window.offset + at, std::min(block, window.bytes - at));
+  };
   use_ring();
-  // From one root to the others small pieces, so that filling and using overlap; where all do both at once, or where a
-  // piece costs switches between ranks that share a core, large ones.
-  const std::size_t window_bytes = has_root(call.verb) && !take_turns() ? at_.window_bytes / kPieces : at_.window_bytes;
-  const std::size_t piece = window_bytes / parts / kLine * kLine;
-  for (std::size_t offset = 0; offset < total; offset += piece) {
-    const std::size_t bytes = std::min(piece, total - offset), stride = round_up(bytes, kLine), place = take(parts * stride);
-    const auto part = [&](int rank, std::size_t i) { return staged(rank, place + i * stride); };
-    fill(part, offset, bytes);
-    publish_window(window_);
-    if (!has_met) {
-      publish(call, Places{});  // none: the header still holds what an earlier call left there
-      meet(call);
-      has_met = true;
-    }
-    meanwhile(offset, bytes);
-    await_windows(verb);
-    use(part, offset, bytes);
-    ++window_;
+  Window now = take_window(0);
+  for (std::size_t at = 0; at < now.bytes; at += block) apply(fill, now, at);
+  bool has_come = false;  // everybody's first window, with the header, if all ranks filled theirs before they met
+  if (!load.has_met) {
+    publish(call, Places{});  // none: the header still holds what an earlier call left there
+    meet(call);
+    has_come = count_shared() == 0;
   }
-  account(total, verb);
+  if (!has_come) publish_window(window_);
+  bool is_last = false;
+  for (std::uint64_t i = 0; !is_last; ++i, ++window_) {
+    if (!has_come && i >= ahead) await_windows(verb, ahead);
+    has_come = false;
+    is_last = now.offset + now.bytes == load.total;
+    const Window next = is_last ? Window{} : take_window(now.offset + now.bytes);
+    for (std::size_t at = 0; at < now.bytes; at += block) {  // [Note: by turns]
+      apply(fill, next, at);
+      apply(use, now, at);
+    }
+    if (!is_last) publish_window(window_ + 1);
+    now = next;
+  }
+  account(load.total, verb);
 }
 
 void Group::agree(void* output, const void* input, std::size_t bytes, const Call& call) {
@@ -103,18 +132,16 @@ void Group::all_reduce(void* output, const void* input, const Call& call) {
     factors_[0] = call.factor;
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
-  if (bytes < kHeapsFrom) {
+  const Places mine = bytes < kHeapsFrom ? Places{} : Places{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
+  if (!is_short(bytes)) {
+    if (ranks_ == 2) return all_reduce_in_one_shot(bytes_of(output), bytes_of(input), call, mine);
+    all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
+  } else if (bytes < kHeapsFrom) {
     exchange(call, input, bytes);
     all_reduce_in_slots(output, call);
   } else {
-    const Places mine{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
-    if (fits_slot(bytes)) {
-      all_reduce_in_slots_or_heaps(output, input, call, mine);
-    } else {
-      all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
-    }
+    all_reduce_in_slots_or_heaps(output, input, call, mine);
   }
-  account(bytes, "all_reduce");
 }
 
 void Group::all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine) {
@@ -131,7 +158,7 @@ void Group::all_reduce_in_slots_or_heaps(void* output, const void* input, const 
 
 // Reduces `inputs_` to `sum` and to where the others read it.
 void Group::reduce_to_both(void* sum, void* staged, std::size_t numel, const Call& call) {
-  if (!is_far_) {
+  if (!streams_) {
     void* const outputs[] = {sum, staged};
     return pycomm::reduce_to_all(outputs, 2, inputs_.data(), ranks_, numel, call.dtype, call.op, factors_.data());
   }
@@ -145,6 +172,29 @@ void Group::all_reduce_in_slots(void* output, const Call& call) {
   for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, bytes);
   load_factors(call);
   reduce_from(output, inputs_.data(), call.numel, call);
+  account(bytes, "all_reduce");
+}
+
+// Two ranks: each sends all that it has and adds up all of it. No more lines cross than by parts, half there and half back,
+// and nobody waits for a result.
+void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine) {
+  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
+  const bool has_met = mine.are_shared();
+  if (has_met) {
+    publish(call, mine);
+    meet(call);
+    if (count_shared() == ranks_) return all_reduce_in_heaps(call);
+  }
+  const bool is_streamed = output != input && streams_output(bytes);  // in place the lines have just been read
+  in_windows(
+      call, {bytes, 1, has_met, is_streamed},
+      [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), input + offset, length); },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        load_factors(call);
+        for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? input + offset : part(r, 0);
+        if (output != input && !is_streamed) ask_to_write(output + offset, length);
+        reduce_from(output + offset, inputs_.data(), length / item, call, is_streamed);
+      });
 }
 
 // Two shots, window by window: rank r reduces part r of each piece, then everybody copies all parts.
@@ -191,6 +241,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
     place = next;
     ++window_;
   }
+  account(call.numel * item, verb);
 }
 
 // Every buffer lies where everybody can reach it: each rank adds its part and stores the sum into all outputs. No copy in,
@@ -206,7 +257,8 @@ void Group::all_reduce_in_heaps(const Call& call) {
     outputs_[r] = setup_.heaps->address(host_rank, theirs.output, bytes) + part.start * item;
   }
   pycomm::reduce_to_all(outputs_.data(), ranks_, inputs_.data(), ranks_, part.numel, call.dtype, call.op, factors_.data());
-  sync(verb_name(call.verb));
+  sync("all_reduce");
+  account(bytes, "all_reduce");
 }
 
 void Group::reduce(void* output, const void* input, const Call& call) {
@@ -218,13 +270,13 @@ void Group::reduce(void* output, const void* input, const Call& call) {
     inputs_[rank_] = bytes_of(input) + offset;
     reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call);
   };
-  if (fits_slot(bytes)) {
+  if (is_short(bytes)) {
     exchange(call, input, bytes);
     for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, bytes);
     return reduce_piece(0, bytes);
   }
   in_windows(
-      call, bytes, 1, /*has_met=*/false,
+      call, {bytes},
       [&](auto part, std::size_t offset, std::size_t length) {
         if (rank_ != call.root) put(part(rank_, 0), bytes_of(input) + offset, length);
       },
@@ -239,9 +291,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
   const auto row = [&, apart = call.row > 0 ? call.row * item : bytes](std::size_t r) { return bytes_of(input) + r * apart; };
-  // In place the lines have just been read: to write them past the caches would throw them out.
-  const bool is_in_place = output == row(mine);
-  if (fits_slot(n * bytes)) {
+  if (is_short(n * bytes)) {
     const std::size_t length = call.row > 0 ? bytes : n * bytes;  // parts that touch go at once
     for (std::size_t at = 0; at < n * bytes; at += length) put(payload(rank_, n * bytes) + at, row(at / bytes), length);
     publish(call);
@@ -250,7 +300,8 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
     for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, n * bytes) + mine * bytes;
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
-  const bool is_streamed = n * bytes >= kStreamOutputFrom && !is_in_place;
+  // In place the lines have just been read: to write them past the caches would throw them out.
+  const bool is_streamed = output != row(mine) && streams_output(n * bytes);
   const std::size_t whole = static_cast<std::size_t>(row(n - 1) - row(0)) + bytes;
   const Place place = setup_.heaps->place(input, whole);
   const bool has_met = place != 0;
@@ -267,7 +318,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
     }
   }
   in_windows(
-      call, bytes, n, has_met,
+      call, {bytes, n, has_met, is_streamed},
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != mine) put(part(rank_, r), row(r) + offset, length);
@@ -275,6 +326,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? row(mine) + offset : part(r, mine);
+        if (output != row(mine) && !is_streamed) ask_to_write(bytes_of(output) + offset, length);
         reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, is_streamed);
       });
 }
@@ -285,18 +337,19 @@ void Group::broadcast(void* data, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
-  if (fits_slot(bytes)) {
+  if (is_short(bytes)) {
     exchange(call, data, is_root ? bytes : 0);
     if (!is_root) copy(data, payload(call.root, bytes), bytes);
     return;
   }
+  const bool is_streamed = streams_output(bytes);
   in_windows(
-      call, bytes, 1, /*has_met=*/false,
+      call, {bytes, 1, /*has_met=*/false, is_streamed},
       [&](auto part, std::size_t offset, std::size_t length) {
         if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
-        if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, bytes);
+        if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, is_streamed);
       });
 }
 
@@ -304,24 +357,20 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto block = [&, apart = call.row > 0 ? call.row * item : bytes](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * apart; };
-  if (fits_slot(bytes)) {
+  if (is_short(bytes)) {
     exchange(call, input, bytes);
     for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
   }
-  const bool copies_both = !is_far_ && n * bytes < kStreamOutputFrom && block(rank_) != input;
+  const bool is_streamed = streams_output(n * bytes);
   in_windows(
-      call, bytes, 1, /*has_met=*/false,
+      call, {bytes, 1, /*has_met=*/false, is_streamed},
+      [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), bytes_of(input) + offset, length); },
       [&](auto part, std::size_t offset, std::size_t length) {
-        if (copies_both) return copy_to_both(part(rank_, 0), block(rank_) + offset, bytes_of(input) + offset, length);
-        put(part(rank_, 0), bytes_of(input) + offset, length);
-      },
-      [&](auto part, std::size_t offset, std::size_t length) {
-        for (int r = 0; r < ranks_; ++r)
-          if (r != rank_) keep(block(r) + offset, part(r, 0), length, n * bytes);
-      },
-      [&](std::size_t offset, std::size_t length) {
-        if (block(rank_) != input && !copies_both) keep(block(rank_) + offset, bytes_of(input) + offset, length, n * bytes);
+        for (int r = 0; r < ranks_; ++r) {
+          const unsigned char* const from = r == rank_ ? bytes_of(input) + offset : part(r, 0);
+          if (block(r) + offset != from) keep(block(r) + offset, from, length, is_streamed);
+        }
       });
 }
 
@@ -329,21 +378,19 @@ void Group::gather(void* output, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
-  const auto keep = [&](int r, const unsigned char* from, std::size_t offset, std::size_t length) {
-    if (is_root) copy(bytes_of(output) + static_cast<std::size_t>(r) * bytes + offset, from, length);
-  };
-  if (fits_slot(bytes)) {
+  const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
+  if (is_short(bytes)) {
     exchange(call, input, bytes);
-    for (int r = 0; r < ranks_; ++r) keep(r, payload(r, bytes), 0, bytes);
+    for (int r = 0; is_root && r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
   }
   in_windows(
-      call, bytes, 1, /*has_met=*/false,
+      call, {bytes},
       [&](auto part, std::size_t offset, std::size_t length) {
         if (!is_root) put(part(rank_, 0), bytes_of(input) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
-        for (int r = 0; r < ranks_; ++r) keep(r, r == rank_ ? bytes_of(input) + offset : part(r, 0), offset, length);
+        for (int r = 0; is_root && r < ranks_; ++r) keep(block(r) + offset, r == rank_ ? bytes_of(input) + offset : part(r, 0), length);
       });
 }
 
@@ -352,20 +399,20 @@ void Group::scatter(void* output, const void* input, const Call& call) {
   const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
   const bool is_root = rank_ == call.root;
-  if (fits_slot(n * bytes)) {
+  if (is_short(n * bytes)) {
     exchange(call, input, is_root ? n * bytes : 0);
     copy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
     return;
   }
   in_windows(
-      call, bytes, n, /*has_met=*/false,
+      call, {bytes, n},
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; is_root && r < n; ++r)
           if (r != mine) put(part(rank_, r), bytes_of(input) + r * bytes + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
         const unsigned char* from = is_root ? bytes_of(input) + mine * bytes + offset : part(call.root, mine);
-        copy(bytes_of(output) + offset, from, length);
+        keep(bytes_of(output) + offset, from, length);
       });
 }
 
@@ -398,7 +445,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
     return offset < bytes ? std::min(length, bytes - offset) : 0;
   };
   in_windows(
-      call, longest, n, /*has_met=*/true,
+      call, {longest, n, /*has_met=*/true},
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != me) put(part(rank_, r), bytes_of(input) + sent[r] + offset, piece_of(sent[r + 1] - sent[r], offset, length));
@@ -406,7 +453,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != me)
-            copy(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length));
+            keep(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length));
       });
 }
 

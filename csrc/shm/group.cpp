@@ -9,6 +9,7 @@
 
 #include "../kernels/reduce.h"
 #include "process.h"
+#include "stores.h"
 
 namespace pycomm::shm {
 namespace {
@@ -16,18 +17,20 @@ namespace {
 constexpr const char* kVerbs[] = {"barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast",
                                   "all_gather", "all_to_all", "gather", "scatter", "new_group"};
 
-constexpr double kFarNs = 120;                   // between the two latencies seen (30 and 250)
 constexpr int kSpinsAlone = 1000;                // about 20 us, where every rank has a core
 constexpr int kSpinsElsewhere = 150;             // about 3 us, the time of two switches between ranks on another core
 constexpr int kCrowdedRounds = 4;                // so many on a crowded core before a rank steps aside
-constexpr std::size_t kLinesAhead = 16;           // of a payload, to ask for while waiting
+constexpr std::size_t kLinesAhead = 4;            // of a payload, to ask for while waiting; of more the reader takes back what is being written
 constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
 constexpr int kAttempts = 4;
 constexpr int kPings = 8;
 constexpr int kPatience = 1000;                  // looks at the peer's counter before waiting in earnest
 constexpr std::size_t kMeasureEvery = 32u << 20;  // bytes of traffic, a few milliseconds' worth,
 constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
-constexpr std::size_t kStreamFrom = 768;         // far apart, non-temporal stores win from here on
+constexpr double kMoved = 1.5;                   // a latency that has changed by so much is that of other cores
+constexpr double kClear = 0.9;                   // of the plain stores' time, to choose the others
+constexpr std::size_t kTrialBytes = 2048;        // of the exchanges that choose; fits every slot
+constexpr std::size_t kStreamFrom = 768;         // where non-temporal stores win, they do from here on
 
 // Counts forks: a forked child inherits the mapping, but it is not a rank.
 std::atomic<int> forks{0};
@@ -149,8 +152,10 @@ bool Group::record(const Call& call) {
 
 Group::Entry::~Entry() {
   if (is_recorded_) group_.log_->end();
-  // The header that comes next was read by everybody two calls ago; asking for its line now spares the next call that wait.
-  prefetch_for_write(group_.slot(group_.rank_, group_.seq_ + 1));
+  // The slot that comes next was read by everybody two calls ago; asking for its lines now, as many as this call took, spares the
+  // next call that wait.
+  const unsigned char* const next = group_.slot(group_.rank_, group_.seq_ + 1);
+  for (int line = 0; line <= group_.lines_; ++line) prefetch_for_write(next + line * kLine);
   group_.is_busy_.store(false, std::memory_order_release);
 }
 
@@ -184,8 +189,8 @@ int Group::count_shared() const {
 
 template <class Word>
 void Group::await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes) {
-  const int lines = payload_bytes <= sizeof(Header::payload) ? 0 : static_cast<int>(std::min((payload_bytes + kLine - 1) / kLine, kLinesAhead));
-  const auto await = [&](int r, int spins) { waiter_->until(word(r), target, r, spins, deadline_, verb, line(r) + sizeof(Header), lines); };
+  lines_ = payload_bytes <= sizeof(Header::payload) ? 0 : static_cast<int>(std::min((payload_bytes + kLine - 1) / kLine, kLinesAhead));
+  const auto await = [&](int r, int spins) { waiter_->until(word(r), target, r, spins, deadline_, verb, line(r) + sizeof(Header), lines_); };
   const auto after = [&](int i) { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; };
   if (!take_turns()) {
     for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsAlone);
@@ -257,8 +262,8 @@ void Group::publish_window(std::uint64_t window) {
   waiter_->published();
 }
 
-void Group::await_windows(const char* verb) {
-  await_all([this](int r) -> std::uint64_t& { return published(r); }, window_ + 1, verb, 0);
+void Group::await_windows(const char* verb, std::uint64_t ahead) {
+  await_all([this](int r) -> std::uint64_t& { return published(r); }, window_ + 1 - ahead, verb, 0);
 }
 
 void Group::publish_result() {
@@ -277,7 +282,13 @@ void Group::sync(const char* verb) {
 }
 
 void Group::put(void* to, const void* from, std::size_t bytes) const {
-  if (is_far_ && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
+  if (streams_ && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
+  if (bytes >= kStreamFrom && bytes <= kBlock) {
+    for (std::size_t line = 0; line < bytes; line += kLine) {
+      prefetch_for_write(static_cast<unsigned char*>(to) + line);
+      __builtin_prefetch(static_cast<const unsigned char*>(from) + kBlock + line);  // the next block of it
+    }
+  }
   std::memcpy(to, from, bytes);
 }
 
@@ -293,22 +304,36 @@ void Group::account(std::size_t bytes, const char* verb) {
 
 void Group::measure_line(const char* verb) {
   // Cache lines travel in 30 ns between cores that share an L3 and in 250 ns between those that do not, and a virtual
-  // machine's cores may be moved from one to the other at any time. Far apart, plain stores leave what is staged dirty in
-  // the wrong L3, where the reader gets it at 2 GB/s; non-temporal stores avoid that, and lose where the cores are near.
-  // Rank i measures with rank i + n/2, if they run on two cores at the moment; everybody goes by the worst pair.
+  // machine's cores may be moved from one to the other at any time; so the ranks look how fast lines travel now and then, and
+  // choose anew how to store when that has changed. Rank i measures with rank i + n/2, if they run on two cores at the
+  // moment; everybody goes by the worst pair.
   traffic_bytes_ = 0;
   const int half = ranks_ / 2, peer = rank_ < half ? rank_ + half : rank_ < 2 * half ? rank_ - half : rank_;
-  ping(rank_).home = static_cast<std::uint32_t>(sched_getcpu());
-  ping(rank_).line_ns = 0;
+  Ping& mine = ping(rank_);
+  mine.home = static_cast<std::uint32_t>(sched_getcpu());
+  mine.line_ns = mine.exchange_ns[0] = mine.exchange_ns[1] = 0;
   sync(verb);
-  if (ping(peer).home != ping(rank_).home) ping(rank_).line_ns = ping_pong(peer, verb);
-  sync(verb);
-  std::uint32_t worst_ns = 0;
-  for (int r = 0; r < ranks_; ++r) worst_ns = std::max(worst_ns, ping(r).line_ns);
+  const bool is_elsewhere = ping(peer).home != mine.home;
+  if (is_elsewhere) mine.line_ns = time_pings(peer, verb);
+  const auto worst = [&](auto figure) {
+    sync(verb);
+    std::uint32_t ns = 0;
+    for (int r = 0; r < ranks_; ++r) ns = std::max(ns, figure(ping(r)));
+    return ns;
+  };
+  const double line_ns = worst([](const Ping& its) { return its.line_ns; });
+  if (line_ns > 0) line_ns_ = line_ns;
+  if (line_ns > 0 && (line_ns > kMoved * chosen_at_ns_ || chosen_at_ns_ > kMoved * line_ns)) {
+    chosen_at_ns_ = line_ns;
+    // Plain stores leave what is staged dirty in the writer's caches, from where it reaches a reader at anything from 2 to 20 GB/s;
+    // non-temporal ones go to memory. Which is faster no latency tells: 145 ns are those of one mesh (plain, by half) or of a
+    // chip's two halves. So both are tried.
+    for (const bool streams : {false, true})
+      if (is_elsewhere) mine.exchange_ns[streams] = time_exchanges(peer, streams, verb);
+    const std::uint32_t plain_ns = worst([](const Ping& its) { return its.exchange_ns[false]; });
+    streams_ = worst([](const Ping& its) { return its.exchange_ns[true]; }) < kClear * plain_ns;
+  }
   sync(verb);  // nobody measures again before all have read
-  if (worst_ns == 0) return;
-  line_ns_ = worst_ns;
-  is_far_ = line_ns_ > kFarNs;
 }
 
 void Group::step_aside(std::uint32_t cpu) {
@@ -335,26 +360,54 @@ void Group::step_aside(std::uint32_t cpu) {
   if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
-std::uint32_t Group::ping_pong(int peer, const char* verb) {
-  std::int64_t best_ns = INT64_MAX;  // of a few tries: the slow ones were interrupted
-  const auto await = [&](std::uint64_t count) {
-    for (int i = 0; i < kPatience; ++i)
-      if (load_acquire(ping(peer).count) >= count) return;
-    waiter_->until(ping(peer).count, count, peer, 0, deadline_, verb);
-  };
+// The time of one `round(count)` of kPings, in ns, the best of a few tries: the slow ones were
+// interrupted.
+template <class Round>
+std::int64_t Group::time_rounds(Round round) {
+  std::int64_t best_ns = INT64_MAX;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const std::uint64_t base = ping(rank_).count + 1;  // both of a pair have counted alike
     const std::int64_t start = monotonic_ns();
-    for (std::uint64_t i = base; i < base + kPings; ++i) {
-      if (rank_ > peer) await(i);
-      store_release(ping(rank_).count, i);
-      waiter_->published();
-      if (rank_ < peer) await(i);
-    }
+    for (std::uint64_t i = base; i < base + kPings; ++i) round(i);
     best_ns = std::min(best_ns, monotonic_ns() - start);
   }
-  const std::int64_t line_ns = std::max<std::int64_t>(1, best_ns / (2 * kPings));
-  return line_ns < kInterruptedNs ? static_cast<std::uint32_t>(line_ns) : 0;
+  return std::max<std::int64_t>(1, best_ns / kPings);
+}
+
+void Group::send_ping(std::uint64_t count) {
+  store_release(ping(rank_).count, count);
+  waiter_->published();
+}
+
+void Group::await_ping(int peer, std::uint64_t count, const char* verb) {
+  for (int i = 0; i < kPatience; ++i)
+    if (load_acquire(ping(peer).count) >= count) return;
+  waiter_->until(ping(peer).count, count, peer, 0, deadline_, verb);
+}
+
+std::uint32_t Group::time_pings(int peer, const char* verb) {
+  const std::int64_t ns = time_rounds([&](std::uint64_t count) {
+    if (rank_ > peer) await_ping(peer, count, verb);
+    send_ping(count);
+    if (rank_ < peer) await_ping(peer, count, verb);
+  }) / 2;
+  return ns < kInterruptedNs ? static_cast<std::uint32_t>(ns) : 0;
+}
+
+// Of a payload in the slots, which all ranks have left; see [Note: two slots].
+std::uint32_t Group::time_exchanges(int peer, bool streams, const char* verb) {
+  unsigned char data[kTrialBytes] = {};
+  return static_cast<std::uint32_t>(std::min<std::int64_t>(UINT32_MAX, time_rounds([&](std::uint64_t count) {
+    unsigned char* const mine = slot(rank_, count) + sizeof(Header);
+    if (streams) {
+      copy_streamed(mine, data, sizeof data);
+    } else {
+      std::memcpy(mine, data, sizeof data);
+    }
+    send_ping(count);
+    await_ping(peer, count, verb);
+    std::memcpy(data, slot(peer, count) + sizeof(Header), sizeof data);
+  })));
 }
 
 }  // namespace pycomm::shm

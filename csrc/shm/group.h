@@ -13,12 +13,14 @@
 // nobody reads what is overwritten, and no rank ever waits for permission to write.
 //
 // [Note: the ring]
-// What does not fit a slot is staged in the rank's ring, a window at a time. Every rank takes the same places of its own
-// ring in the same order, so no place is ever told. A window is counted in `published` once it is filled and a second
-// phase in `reduced`; window w is filled after everybody's window w-1 was seen, so everybody is done with w-3, and the
-// ring is long enough that w-2, w-1 and w do not touch.
-// The ring is longer than that for speed: a line that both cores still hold in their L2 costs 10 ns to write and read
-// again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
+// What is not short is staged in the rank's ring, a window at a time. Every rank takes the same places of its own
+// ring in the same order, so no place is ever told. A window is counted in `published` once it is filled (the first of a call
+// comes with the header, where all ranks filled theirs before they met) and a second phase in `reduced`; window w is filled after
+// everybody's window w-1 was seen, so everybody is done with w-3, and the ring is long enough that w-2, w-1 and w do not touch.
+// A rank that only fills, the root of a broadcast, may be further ahead, by small windows: all that it is ahead is less than one
+// large one, which is what the others may still read when it fills the first of its next call.
+// The ring is longer than that for speed: on AMD's Zen 3 a line that both cores still hold in their L2 costs 10 ns to write and
+// read again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
 #pragma once
 
 #include <atomic>
@@ -149,7 +151,7 @@ class Group {
     return bytes <= sizeof(Header::payload) ? header(rank).payload : line(rank) + sizeof(Header);
   }
   bool take_turns() const { return setup_.ranks_per_core > 1; }
-  bool fits_slot(std::size_t bytes) const { return bytes <= at_.slot_bytes; }
+  bool is_short(std::size_t bytes) const { return bytes <= at_.short_bytes; }
   unsigned char* staged(int rank, std::size_t place) const {
     return area_ + at_.rings + static_cast<std::size_t>(rank) * at_.ring_bytes + place;
   }
@@ -172,7 +174,7 @@ class Group {
   void use_ring();                       // populates this rank's ring, once
   std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
   void publish_window(std::uint64_t window);  // this rank's part of it is written
-  void await_windows(const char* verb);
+  void await_windows(const char* verb, std::uint64_t ahead = 0);  // everybody's, but for the last `ahead`
   void publish_result();
   void await_results(const char* verb);
   void sync(const char* verb);  // returns once every rank has called it
@@ -184,20 +186,27 @@ class Group {
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece.
   // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
   // `use(part, offset, bytes)` are given `part(rank, i)`, the address of rank's part i, and the piece.
-  // `meanwhile(offset, bytes)` is what there is to do until the others have filled theirs.
-  struct Nothing {
-    void operator()(std::size_t, std::size_t) const {}
+  struct Load {
+    std::size_t total, parts = 1;
+    bool has_met = false;      // the ranks have compared their headers, and filled nothing before
+    bool is_streamed = false;  // `use` writes past the caches
   };
-  template <class Fill, class Use, class Meanwhile = Nothing>
-  void in_windows(const Call& call, std::size_t total, std::size_t parts, bool has_met, Fill fill, Use use, Meanwhile meanwhile = {});
+  template <class Fill, class Use>
+  void in_windows(const Call& call, const Load& load, Fill fill, Use use);
   void all_reduce_in_slots(void* output, const Call& call);
   void all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine);
+  void all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
   void all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
   void all_reduce_in_heaps(const Call& call);
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);
-  std::uint32_t ping_pong(int peer, const char* verb);
+  template <class Round>
+  std::int64_t time_rounds(Round round);
+  void send_ping(std::uint64_t count);
+  void await_ping(int peer, std::uint64_t count, const char* verb);
+  std::uint32_t time_pings(int peer, const char* verb);
+  std::uint32_t time_exchanges(int peer, bool streams, const char* verb);
   bool record(const Call& call);  // on the board; false inside a call that is there already
   void step_aside(std::uint32_t cpu);  // to a core with fewer ranks, if this one has too many
 
@@ -220,8 +229,10 @@ class Group {
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   bool has_ring_ = false;
   bool is_closed_ = false;
-  bool is_far_ = false;  // a cache line takes long between the cores
+  int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead
+  bool streams_ = false;     // non-temporal stores reach the other ranks faster than plain ones
   double line_ns_ = 0;
+  double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured
   std::atomic<bool> is_busy_{false};
 };

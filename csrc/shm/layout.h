@@ -50,6 +50,7 @@ struct alignas(2 * kLine) Ping {
   std::uint32_t cpu;       // where it ran when it waited last
   std::uint32_t home;      // where it ran when the measurement began
   std::uint32_t line_ns;   // what this rank measured; 0 if it did not
+  std::uint32_t exchange_ns[2];  // the same, by plain and by non-temporal stores
 };
 
 // What the first member of a new group leaves for the others in the area of the old one.
@@ -77,7 +78,8 @@ struct alignas(2 * kLine) Control {
 // Byte offsets inside the area of a group of `ranks` members.
 struct AreaLayout {
   int ranks;
-  std::size_t slot_bytes;     // payload of one of a rank's two slots: up to here a message goes in one exchange
+  std::size_t slot_bytes;     // payload of one of a rank's two slots
+  std::size_t short_bytes;    // up to here a collective's message goes through the slots, above through the rings
   std::size_t ring_bytes;     // a rank's staging ring
   std::size_t window_bytes;   // the most that a rank stages at a time
   std::size_t channel_bytes;  // one point-to-point channel
@@ -91,8 +93,10 @@ struct AreaLayout {
   static AreaLayout of(int ranks) {
     AreaLayout at{};
     at.ranks = ranks;
-    // For more ranks a second exchange costs more than reading the whole message of each other rank.
     at.slot_bytes = ranks <= 2 ? 2 * 1024 : 4 * 1024;
+    // Two ranks swap any length by one exchange, and lines of the ring, which both have long left, are sooner written than those
+    // of a slot. For more ranks a second exchange costs more than reading the whole message of each other rank.
+    at.short_bytes = ranks <= 2 ? 512 : at.slot_bytes;
     // A ring that is larger than a core's L2 and, all rings together, smaller than L3; see [Note: the ring]. Where ranks
     // take turns on a core, large windows save turns.
     at.ring_bytes = ranks <= 2 ? 2u << 20 : ranks <= 4 ? 4u << 20 : ranks <= 8 ? 2u << 20 : 256u << 10;

@@ -49,15 +49,6 @@ inline void pause() {
 #endif
 }
 
-// Asks for a cache line that this core will soon write.
-inline void prefetch_for_write(const void* line) {
-#if defined(__x86_64__)
-  asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(line)));  // what __builtin_prefetch emits only with -mprfchw
-#else
-  __builtin_prefetch(line, 1);
-#endif
-}
-
 std::int64_t monotonic_ns();
 
 inline constexpr std::int64_t kLongestNapNs = 8'000'000;  // between two looks around

@@ -28,9 +28,4 @@ void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inp
 
 void copy_streamed(void* destination, const void* source, std::size_t bytes) { std::memcpy(destination, source, bytes); }
 
-void copy_to_both(void* destination, void* other, const void* source, std::size_t bytes) {
-  std::memcpy(destination, source, bytes);
-  std::memcpy(other, source, bytes);
-}
-
 }  // namespace pycomm

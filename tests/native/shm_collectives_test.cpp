@@ -9,7 +9,7 @@ namespace {
 
 // In elements of 4 bytes: nothing, one, the header's line and past it, below and above kHeapsFrom, past a slot (of 2 or 4
 // KiB), windows with a rest. The ring of 2 to 4 MiB is walked around by the many calls.
-const std::size_t kNumels[] = {0, 1, 8, 9, 500, 513, 1024, 1025, 5003, 60001, 200003};
+const std::size_t kNumels[] = {0, 1, 8, 9, 128, 129, 500, 513, 1024, 1025, 4673, 9345, 60001, 200003};
 
 std::string named(const char* what, int rank, std::size_t numel) {
   return std::string(what) + " on rank " + std::to_string(rank) + ", " + std::to_string(numel) + " elements";

@@ -30,20 +30,4 @@ inline void run_copy_streamed(char* destination, const char* source, std::size_t
   copy_past_caches<false>(destination, source, bytes);
 }
 
-inline void run_copy_to_both(char* destination, char* other, const char* source, std::size_t bytes) {
-  using V = VectorOf<char, PYCOMM_VECTOR_BYTES>::type;
-  std::size_t offset = 0;
-  for (; bytes - offset >= 4 * sizeof(V); offset += 4 * sizeof(V)) {
-    V block[4];
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) block[k] = load<V>(source + offset + k * sizeof(V));
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) store(destination + offset + k * sizeof(V), block[k]);
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) store(other + offset + k * sizeof(V), block[k]);
-  }
-  std::memcpy(destination + offset, source + offset, bytes - offset);
-  std::memcpy(other + offset, source + offset, bytes - offset);
-}
-
 }  // namespace pycomm::PYCOMM_ISA

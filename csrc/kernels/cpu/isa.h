@@ -57,7 +57,6 @@ struct Isa {
   IsaLevel level;
   ReduceKernel reduce[kDTypes][kReduceOps];
   void (*copy_streamed)(char* destination, const char* source, std::size_t bytes);  // without the fence
-  void (*copy_to_both)(char* destination, char* other, const char* source, std::size_t bytes);
 };
 
 #if defined(__x86_64__)

@@ -68,8 +68,4 @@ void copy_streamed(void* destination, const void* source, std::size_t bytes) {
   store_fence();
 }
 
-void copy_to_both(void* destination, void* other, const void* source, std::size_t bytes) {
-  active_isa().copy_to_both(static_cast<char*>(destination), static_cast<char*>(other), static_cast<const char*>(source), bytes);
-}
-
 }  // namespace pycomm

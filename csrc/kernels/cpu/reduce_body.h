@@ -157,7 +157,7 @@ constexpr ReduceKernel make_kernel() {
 // -- table ------------------------------------------------------------------------------------------------------------
 
 constexpr Isa make_isa(const char* name, IsaLevel level) {
-  Isa isa{name, level, {}, run_copy_streamed, run_copy_to_both};
+  Isa isa{name, level, {}, run_copy_streamed};
   for (int dtype = 0; dtype < kDTypes; ++dtype) {
     for (int op = 0; op < kReduceOps; ++op) {
       isa.reduce[dtype][op] =
