@@ -24,6 +24,14 @@ def splits(t: torch.Tensor, sent: list[int]) -> None:
     pycomm.all_to_all_single(torch.empty(6), torch.ones(sum(sent)), [2, 2, 2], sent)
 
 
+def gather(numel: int) -> None:
+    output = torch.full((3 * numel,), -1.0)
+    try:
+        pycomm.all_gather_single(output, torch.ones(numel))
+    finally:
+        assert (output == -1).all(), "the output was written"
+
+
 CASES: dict[str, Calls] = {
     "numel": (
         lambda t: pycomm.all_reduce(t[:3]),
@@ -96,6 +104,12 @@ CASES: dict[str, Calls] = {
         lambda t: pycomm.all_gather_single(torch.empty(18), t),
         "rank 1: barrier()",
         "rank 0: all_gather_single(float32, 6 elements)",
+    ),
+    "a large all_gather": (
+        lambda t: gather(LARGE + 1),
+        lambda t: gather(LARGE),
+        f"rank 1: all_gather_single(float32, {LARGE + 1} elements)",
+        f"rank 0: all_gather_single(float32, {LARGE} elements)",
     ),
     "splits": (
         lambda t: splits(t, [1, 2, 2]),
