@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kPieces = 8, kRootedPieces = 16;  // to a window, where every rank has a core
 constexpr std::size_t kStreamOutputFrom = 4u << 20;  // a result that long leaves the caches anyway
-constexpr std::size_t kHeapsFrom = 2048;  // below, copying costs less than a second synchronization
+constexpr std::size_t kHeapsFrom = 4096;  // below, copying costs less than a second synchronization
 
 unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
 const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
