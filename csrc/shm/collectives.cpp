@@ -132,16 +132,14 @@ void Group::all_reduce(void* output, const void* input, const Call& call) {
     factors_[0] = call.factor;
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
-  const Places mine = bytes < kHeapsFrom ? Places{} : Places{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
-  if (!is_short(bytes)) {
-    if (ranks_ == 2) return all_reduce_in_one_shot(bytes_of(output), bytes_of(input), call, mine);
-    all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
-  } else if (bytes < kHeapsFrom) {
+  if (bytes < kHeapsFrom && is_short(bytes)) {
     exchange(call, input, bytes);
-    all_reduce_in_slots(output, call);
-  } else {
-    all_reduce_in_slots_or_heaps(output, input, call, mine);
+    return all_reduce_in_slots(output, call);
   }
+  const Places mine = bytes < kHeapsFrom ? Places{} : Places{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
+  if (is_short(bytes)) return all_reduce_in_slots_or_heaps(output, input, call, mine);
+  if (ranks_ == 2) return all_reduce_in_one_shot(bytes_of(output), bytes_of(input), call, mine);
+  all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
 }
 
 void Group::all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine) {
