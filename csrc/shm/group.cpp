@@ -21,15 +21,6 @@ constexpr int kSpinsAlone = 1000;                // about 20 us, where every ran
 constexpr int kSpinsElsewhere = 150;             // about 3 us, the time of two switches between ranks on another core
 constexpr int kCrowdedRounds = 4;                // so many on a crowded core before a rank steps aside
 constexpr std::size_t kLinesAhead = 4;            // of a payload, to ask for while waiting; of more the reader takes back what is being written
-constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
-constexpr int kAttempts = 4;
-constexpr int kPings = 8;
-constexpr int kPatience = 1000;                  // looks at the peer's counter before waiting in earnest
-constexpr std::size_t kMeasureEvery = 32u << 20;  // bytes of traffic, a few milliseconds' worth,
-constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
-constexpr double kMoved = 1.5;                   // a latency that has changed by so much is that of other cores
-constexpr double kClear = 0.9;                   // of the plain stores' time, to choose the others
-constexpr std::size_t kTrialBytes = 2048;        // of the exchanges that choose; fits every slot
 constexpr std::size_t kStreamFrom = 768;         // where non-temporal stores win, they do from here on
 
 // Counts forks: a forked child inherits the mapping, but it is not a rank.
@@ -71,7 +62,7 @@ Group::Group(Setup setup)
   const Entry entry(*this, hello);
   publish(hello);
   meet(hello);
-  account(kMeasureEvery, "new_group");
+  if (ranks_ > 1) measure_line("new_group");
 }
 
 Group::~Group() {
@@ -296,46 +287,6 @@ void Group::reduce_from(void* output, const void* const* inputs, std::size_t num
   pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), streams);
 }
 
-void Group::account(std::size_t bytes, const char* verb) {
-  if (ranks_ == 1) return;
-  traffic_bytes_ += kCallBytes + bytes;
-  if (traffic_bytes_ >= kMeasureEvery) measure_line(verb);
-}
-
-void Group::measure_line(const char* verb) {
-  // Cache lines travel in 30 ns between cores that share an L3 and in 250 ns between those that do not, and a virtual
-  // machine's cores may be moved from one to the other at any time; so the ranks look how fast lines travel now and then, and
-  // choose anew how to store when that has changed. Rank i measures with rank i + n/2, if they run on two cores at the
-  // moment; everybody goes by the worst pair.
-  traffic_bytes_ = 0;
-  const int half = ranks_ / 2, peer = rank_ < half ? rank_ + half : rank_ < 2 * half ? rank_ - half : rank_;
-  Ping& mine = ping(rank_);
-  mine.home = static_cast<std::uint32_t>(sched_getcpu());
-  mine.line_ns = mine.exchange_ns[0] = mine.exchange_ns[1] = 0;
-  sync(verb);
-  const bool is_elsewhere = ping(peer).home != mine.home;
-  if (is_elsewhere) mine.line_ns = time_pings(peer, verb);
-  const auto worst = [&](auto figure) {
-    sync(verb);
-    std::uint32_t ns = 0;
-    for (int r = 0; r < ranks_; ++r) ns = std::max(ns, figure(ping(r)));
-    return ns;
-  };
-  const double line_ns = worst([](const Ping& its) { return its.line_ns; });
-  if (line_ns > 0) line_ns_ = line_ns;
-  if (line_ns > 0 && (line_ns > kMoved * chosen_at_ns_ || chosen_at_ns_ > kMoved * line_ns)) {
-    chosen_at_ns_ = line_ns;
-    // Plain stores leave what is staged dirty in the writer's caches, from where it reaches a reader at anything from 2 to 20 GB/s;
-    // non-temporal ones go to memory. Which is faster no latency tells: 145 ns are those of one mesh (plain, by half) or of a
-    // chip's two halves. So both are tried.
-    for (const bool streams : {false, true})
-      if (is_elsewhere) mine.exchange_ns[streams] = time_exchanges(peer, streams, verb);
-    const std::uint32_t plain_ns = worst([](const Ping& its) { return its.exchange_ns[false]; });
-    streams_ = worst([](const Ping& its) { return its.exchange_ns[true]; }) < kClear * plain_ns;
-  }
-  sync(verb);  // nobody measures again before all have read
-}
-
 void Group::step_aside(std::uint32_t cpu) {
   // Ranks that take turns on a core never look busy to the system's load balancer for long, so it leaves three on one core
   // and one on the other, which doubles the time of a small call. Where there are too many, the last of them steps over to
@@ -358,56 +309,6 @@ void Group::step_aside(std::uint32_t cpu) {
   CPU_ZERO(&target);
   CPU_SET(best, &target);
   if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
-}
-
-// The time of one `round(count)` of kPings, in ns, the best of a few tries: the slow ones were
-// interrupted.
-template <class Round>
-std::int64_t Group::time_rounds(Round round) {
-  std::int64_t best_ns = INT64_MAX;
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    const std::uint64_t base = ping(rank_).count + 1;  // both of a pair have counted alike
-    const std::int64_t start = monotonic_ns();
-    for (std::uint64_t i = base; i < base + kPings; ++i) round(i);
-    best_ns = std::min(best_ns, monotonic_ns() - start);
-  }
-  return std::max<std::int64_t>(1, best_ns / kPings);
-}
-
-void Group::send_ping(std::uint64_t count) {
-  store_release(ping(rank_).count, count);
-  waiter_->published();
-}
-
-void Group::await_ping(int peer, std::uint64_t count, const char* verb) {
-  for (int i = 0; i < kPatience; ++i)
-    if (load_acquire(ping(peer).count) >= count) return;
-  waiter_->until(ping(peer).count, count, peer, 0, deadline_, verb);
-}
-
-std::uint32_t Group::time_pings(int peer, const char* verb) {
-  const std::int64_t ns = time_rounds([&](std::uint64_t count) {
-    if (rank_ > peer) await_ping(peer, count, verb);
-    send_ping(count);
-    if (rank_ < peer) await_ping(peer, count, verb);
-  }) / 2;
-  return ns < kInterruptedNs ? static_cast<std::uint32_t>(ns) : 0;
-}
-
-// Of a payload in the slots, which all ranks have left; see [Note: two slots].
-std::uint32_t Group::time_exchanges(int peer, bool streams, const char* verb) {
-  unsigned char data[kTrialBytes] = {};
-  return static_cast<std::uint32_t>(std::min<std::int64_t>(UINT32_MAX, time_rounds([&](std::uint64_t count) {
-    unsigned char* const mine = slot(rank_, count) + sizeof(Header);
-    if (streams) {
-      copy_streamed(mine, data, sizeof data);
-    } else {
-      std::memcpy(mine, data, sizeof data);
-    }
-    send_ping(count);
-    await_ping(peer, count, verb);
-    std::memcpy(data, slot(peer, count) + sizeof(Header), sizeof data);
-  })));
 }
 
 }  // namespace pycomm::shm
