@@ -31,7 +31,7 @@ inline void ask_to_write(void* data, std::size_t bytes) {
 }
 
 // Whether non-temporal stores are the faster way to write what will not stay in the caches. Found out once a process, in
-// some 10 ms: they spare reading the line, or take three times as long (a virtual machine on Sapphire Rapids).
+// some 10 ms: they spare reading the line, or take two to four times as long (a virtual machine on Sapphire Rapids).
 bool memory_prefers_streams();
 
 }  // namespace pycomm::shm
