@@ -275,10 +275,9 @@ void Group::sync(const char* verb) {
 void Group::put(void* to, const void* from, std::size_t bytes) const {
   if (streams_ && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
   if (bytes >= kStreamFrom && bytes <= kBlock) {
-    for (std::size_t line = 0; line < bytes; line += kLine) {
-      prefetch_for_write(static_cast<unsigned char*>(to) + line);
-      __builtin_prefetch(static_cast<const unsigned char*>(from) + kBlock + line);  // the next block of it
-    }
+    ask_to_write(to, bytes);
+    const char* const next = static_cast<const char*>(from) + kBlock;
+    for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(next + line);
   }
   std::memcpy(to, from, bytes);
 }

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../kernels/reduce.h"
 #include "group.h"
+#include "stores.h"
 
 namespace pycomm::shm {
 namespace {
@@ -17,7 +17,6 @@ constexpr int kPatience = 1000;                  // looks at the peer's counter 
 constexpr std::size_t kMeasureEvery = 32u << 20; // bytes of traffic, a few milliseconds' worth,
 constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
 constexpr double kMoved = 1.5;                   // a latency that has changed by so much is that of other cores
-constexpr double kClear = 0.9;                   // of the plain stores' time, to choose the others
 constexpr std::size_t kTrialBytes = 2048;        // of the exchanges that choose; fits every slot
 
 }  // namespace
@@ -57,13 +56,12 @@ void Group::measure_line(const char* verb) {
     for (const bool streams : {false, true})
       if (is_elsewhere) mine.exchange_ns[streams] = time_exchanges(peer, streams, verb);
     const std::uint32_t plain_ns = worst([](const Ping& its) { return its.exchange_ns[false]; });
-    streams_ = worst([](const Ping& its) { return its.exchange_ns[true]; }) < kClear * plain_ns;
+    streams_ = streams_win(worst([](const Ping& its) { return its.exchange_ns[true]; }), plain_ns);
   }
   sync(verb);  // nobody measures again before all have read
 }
 
-// The time of one `round(count)` of kPings, in ns, the best of a few tries: the slow ones were
-// interrupted.
+// The time of one `round(count)` of kPings, in ns, the best of a few tries: the slow ones were interrupted.
 template <class Round>
 std::int64_t Group::time_rounds(Round round) {
   std::int64_t best_ns = INT64_MAX;
@@ -101,11 +99,7 @@ std::uint32_t Group::time_exchanges(int peer, bool streams, const char* verb) {
   unsigned char data[kTrialBytes] = {};
   return static_cast<std::uint32_t>(std::min<std::int64_t>(UINT32_MAX, time_rounds([&](std::uint64_t count) {
     unsigned char* const mine = slot(rank_, count) + sizeof(Header);
-    if (streams) {
-      copy_streamed(mine, data, sizeof data);
-    } else {
-      std::memcpy(mine, data, sizeof data);
-    }
+    copy_by(streams, mine, data, sizeof data);
     send_ping(count);
     await_ping(peer, count, verb);
     std::memcpy(data, slot(peer, count) + sizeof(Header), sizeof data);

@@ -3,10 +3,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 
-#include "../kernels/reduce.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -15,7 +13,6 @@ namespace {
 constexpr std::size_t kMemoryBytes = 8u << 20;   // more than an L2 holds
 constexpr std::size_t kSourceBytes = 32u << 10;  // stays in it, as what is copied to a result does
 constexpr int kTries = 3;
-constexpr double kClear = 0.9;  // of the plain stores' time
 
 // Both of a pair of ranks try at about the same time, so they share the memory as they do in earnest.
 bool try_both() {
@@ -26,19 +23,13 @@ bool try_both() {
   for (int i = 0; i < kTries; ++i) {
     for (const bool streams : {false, true}) {
       const std::int64_t start_ns = monotonic_ns();
-      for (std::size_t offset = 0; offset < kMemoryBytes; offset += kSourceBytes) {
-        unsigned char* const to = static_cast<unsigned char*>(memory) + offset;
-        if (streams) {
-          copy_streamed(to, source.get(), kSourceBytes);
-        } else {
-          std::memcpy(to, source.get(), kSourceBytes);
-        }
-      }
+      for (std::size_t offset = 0; offset < kMemoryBytes; offset += kSourceBytes)
+        copy_by(streams, static_cast<unsigned char*>(memory) + offset, source.get(), kSourceBytes);
       best_ns[streams] = std::min(best_ns[streams], monotonic_ns() - start_ns);
     }
   }
   munmap(memory, kMemoryBytes);
-  return static_cast<double>(best_ns[true]) < kClear * static_cast<double>(best_ns[false]);
+  return streams_win(static_cast<double>(best_ns[true]), static_cast<double>(best_ns[false]));
 }
 
 }  // namespace

@@ -8,7 +8,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 
+#include "../kernels/reduce.h"
 #include "layout.h"
 
 namespace pycomm::shm {
@@ -29,6 +31,15 @@ inline void ask_to_write(void* data, std::size_t bytes) {
   if (bytes > kBlock) return;
   for (std::size_t line = 0; line < bytes; line += kLine) prefetch_for_write(static_cast<char*>(data) + line);
 }
+
+// Copies by non-temporal stores, or by memcpy: the two ways that are tried.
+inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes) {
+  if (streams) return copy_streamed(to, from, bytes);
+  std::memcpy(to, from, bytes);
+}
+
+// Whether non-temporal stores took so much less time that they are chosen.
+inline bool streams_win(double streamed_ns, double plain_ns) { return streamed_ns < 0.9 * plain_ns; }
 
 // Whether non-temporal stores are the faster way to write what will not stay in the caches. Found out once a process, in
 // some 10 ms: they spare reading the line, or take two to four times as long (a virtual machine on Sapphire Rapids).

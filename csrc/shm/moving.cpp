@@ -1,0 +1,133 @@
+// The collectives that move and do not reduce, over shared memory. group.h has the notes that they rest on.
+#include <algorithm>
+#include <vector>
+
+#include "windows.h"
+
+namespace pycomm::shm {
+
+void Group::broadcast(void* data, const Call& call) {
+  const Entry entry(*this, call);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  const bool is_root = rank_ == call.root;
+  if (is_short(bytes)) {
+    exchange(call, data, is_root ? bytes : 0);
+    if (!is_root) copy(data, payload(call.root, bytes), bytes);
+    return;
+  }
+  const bool is_streamed = streams_output(bytes);
+  in_windows(
+      call, {bytes, 1, /*has_met=*/false, is_streamed},
+      [&](auto part, std::size_t offset, std::size_t length) {
+        if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, is_streamed);
+      });
+}
+
+void Group::all_gather(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, call);
+  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
+  const auto block = [&, apart = call.row > 0 ? call.row * item : bytes](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * apart; };
+  if (is_short(bytes)) {
+    exchange(call, input, bytes);
+    for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
+    return;
+  }
+  const bool is_streamed = streams_output(n * bytes);
+  in_windows(
+      call, {bytes, 1, /*has_met=*/false, is_streamed},
+      [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), bytes_of(input) + offset, length); },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (int r = 0; r < ranks_; ++r) {
+          const unsigned char* const from = r == rank_ ? bytes_of(input) + offset : part(r, 0);
+          if (block(r) + offset != from) keep(block(r) + offset, from, length, is_streamed);
+        }
+      });
+}
+
+void Group::gather(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, call);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype);
+  const bool is_root = rank_ == call.root;
+  const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
+  if (is_short(bytes)) {
+    exchange(call, input, bytes);
+    for (int r = 0; is_root && r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
+    return;
+  }
+  in_windows(
+      call, {bytes},
+      [&](auto part, std::size_t offset, std::size_t length) {
+        if (!is_root) put(part(rank_, 0), bytes_of(input) + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (int r = 0; is_root && r < ranks_; ++r) keep(block(r) + offset, r == rank_ ? bytes_of(input) + offset : part(r, 0), length);
+      });
+}
+
+void Group::scatter(void* output, const void* input, const Call& call) {
+  const Entry entry(*this, call);
+  const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
+  const auto mine = static_cast<std::size_t>(rank_);
+  const bool is_root = rank_ == call.root;
+  if (is_short(n * bytes)) {
+    exchange(call, input, is_root ? n * bytes : 0);
+    copy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
+    return;
+  }
+  in_windows(
+      call, {bytes, n},
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (std::size_t r = 0; is_root && r < n; ++r)
+          if (r != mine) put(part(rank_, r), bytes_of(input) + r * bytes + offset, length);
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        const unsigned char* from = is_root ? bytes_of(input) + mine * bytes + offset : part(call.root, mine);
+        keep(bytes_of(output) + offset, from, length);
+      });
+}
+
+void Group::all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
+                       const Call& call) {
+  const Entry entry(*this, call);
+  const std::size_t item = item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_), me = static_cast<std::size_t>(rank_);
+  std::vector<std::size_t> sent(n + 1, 0), taken(n + 1, 0);  // where each part starts, in bytes
+  for (std::size_t r = 0; r < n; ++r) {
+    sent[r + 1] = sent[r] + input_splits[r] * item;
+    taken[r + 1] = taken[r] + output_splits[r] * item;
+  }
+  // First every rank tells what it sends to each other one and what it expects from each: so the ranks know how long it
+  // takes, and ranks that disagree find out before anything is written.
+  std::vector<std::size_t> table(input_splits, input_splits + n);
+  table.insert(table.end(), output_splits, output_splits + n);
+  const std::size_t table_bytes = 2 * n * sizeof(std::size_t);
+  exchange(call, table.data(), table_bytes);
+  std::size_t longest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    for (std::size_t j = 0; j < n; ++j) {
+      const std::size_t sends = reinterpret_cast<const std::size_t*>(payload(static_cast<int>(i), table_bytes))[j];
+      const std::size_t expects = reinterpret_cast<const std::size_t*>(payload(static_cast<int>(j), table_bytes))[n + i];
+      if (sends != expects) report_splits(call, i, j, sends, expects);
+      longest = std::max(longest, sends * item);
+    }
+  }
+  copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item);
+  const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
+    return offset < bytes ? std::min(length, bytes - offset) : 0;
+  };
+  in_windows(
+      call, {longest, n, /*has_met=*/true},
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (std::size_t r = 0; r < n; ++r)
+          if (r != me) put(part(rank_, r), bytes_of(input) + sent[r] + offset, piece_of(sent[r + 1] - sent[r], offset, length));
+      },
+      [&](auto part, std::size_t offset, std::size_t length) {
+        for (std::size_t r = 0; r < n; ++r)
+          if (r != me)
+            keep(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length));
+      });
+}
+
+}  // namespace pycomm::shm
