@@ -28,9 +28,10 @@ struct ReduceKernels {
 };
 
 // As `reduce` without streaming, the result written to each of `outputs`, of which the first `num_outputs` count: while
-// it is in registers, or at least in the L1 cache. Bytes moved per element: (num_inputs + num_outputs) * itemsize.
+// it is in registers, or at least in the L1 cache; kAvg divides by `divisor`, as an input may be a sum already.
+// Bytes moved per element: (num_inputs + num_outputs) * itemsize.
 void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inputs, int num_inputs, std::size_t numel,
-                   DType dtype, ReduceOp op, const double* factors);
+                   DType dtype, ReduceOp op, const double* factors, int divisor);
 
 // memcpy with non-temporal stores; ends with a store fence, so that a flag stored after it is seen after the bytes.
 void copy_streamed(void* destination, const void* source, std::size_t bytes);

@@ -3,30 +3,13 @@
 #include <cstring>
 
 #include "../kernels/reduce.h"
+#include "parts.h"
 #include "windows.h"
 
 namespace pycomm::shm {
 namespace {
 
 constexpr std::size_t kHeapsFrom = 4096;  // below, copying costs less than a second synchronization
-
-// The part of `numel` elements that rank `rank` of `ranks` reduces: whole cache lines, so that no two ranks write one.
-struct Part {
-  std::size_t start, numel;
-};
-Part part_of(std::size_t numel, int rank, int ranks, std::size_t item) {
-  const std::size_t per_line = std::max<std::size_t>(1, kLine / item);
-  const std::size_t lines = (numel + per_line - 1) / per_line;
-  const auto cut = [&](int r) {
-    return std::min(numel, lines * static_cast<std::size_t>(r) / static_cast<std::size_t>(ranks) * per_line);
-  };
-  return {cut(rank), cut(rank + 1) - cut(rank)};
-}
-
-// No part is longer.
-std::size_t part_bound(std::size_t numel, int ranks, std::size_t item) {
-  return numel / static_cast<std::size_t>(ranks) + 2 * std::max<std::size_t>(1, kLine / item);
-}
 
 }  // namespace
 
@@ -83,16 +66,6 @@ void Group::all_reduce_in_slots_or_heaps(void* output, const void* input, const 
   all_reduce_in_slots(output, call);
 }
 
-// Reduces `inputs_` to `sum` and to where the others read it.
-void Group::reduce_to_both(void* sum, void* staged, std::size_t numel, const Call& call) {
-  if (!streams_) {
-    void* const outputs[] = {sum, staged};
-    return pycomm::reduce_to_all(outputs, 2, inputs_.data(), ranks_, numel, call.dtype, call.op, factors_.data());
-  }
-  reduce_from(sum, inputs_.data(), numel, call);
-  put(staged, sum, numel * item_bytes(call.dtype));
-}
-
 // Everybody reads everybody's payload and adds in rank order.
 void Group::all_reduce_in_slots(void* output, const Call& call) {
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
@@ -124,53 +97,6 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
       });
 }
 
-// Two shots, window by window: rank r reduces part r of each piece, then everybody copies all parts.
-void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine) {
-  const char* verb = verb_name(call.verb);
-  const std::size_t item = item_bytes(call.dtype), piece = at_.window_bytes / item;
-  const auto result_of = [&](std::size_t place, std::size_t numel) { return place + round_up(numel * item, kLine); };  // behind the contributions
-  const auto fill = [&](std::size_t first, std::uint64_t window) {  // what the others reduce
-    const std::size_t numel = std::min(piece, call.numel - first);
-    const std::size_t place = take(round_up(numel * item, kLine) + part_bound(numel, ranks_, item) * item);
-    for (int r = 0; r < ranks_; ++r) {
-      if (r == rank_) continue;
-      const Part part = part_of(numel, r, ranks_, item);
-      put(staged(rank_, place) + part.start * item, input + (first + part.start) * item, part.numel * item);
-    }
-    publish_window(window);
-    return place;
-  };
-  use_ring();
-  std::size_t place = 0;
-  if (!mine.are_shared()) place = fill(0, window_);
-  publish(call, mine);
-  meet(call);
-  if (count_shared() == ranks_) return all_reduce_in_heaps(call);
-  load_factors(call);
-  if (mine.are_shared()) place = fill(0, window_);
-  for (std::size_t first = 0; first < call.numel; first += piece) {
-    const std::size_t numel = std::min(piece, call.numel - first);
-    std::size_t next = 0;
-    await_windows(verb);
-    // The next window fills while others are still reducing this one.
-    if (first + piece < call.numel) next = fill(first + piece, window_ + 1);
-    const Part part = part_of(numel, rank_, ranks_, item);
-    unsigned char* const sum = output + (first + part.start) * item;
-    for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? input + (first + part.start) * item : staged(r, place) + part.start * item;
-    reduce_to_both(sum, staged(rank_, result_of(place, numel)), part.numel, call);
-    publish_result();
-    await_results(verb);
-    for (int i = 1; i < ranks_; ++i) {
-      const int r = (rank_ + i) % ranks_;
-      const Part theirs = part_of(numel, r, ranks_, item);
-      std::memcpy(output + (first + theirs.start) * item, staged(r, result_of(place, numel)), theirs.numel * item);
-    }
-    place = next;
-    ++window_;
-  }
-  account(call.numel * item, verb);
-}
-
 // Every buffer lies where everybody can reach it: each rank adds its part and stores the sum into all outputs. No copy in,
 // 4 x bytes of DRAM traffic in all for two ranks, two synchronizations.
 void Group::all_reduce_in_heaps(const Call& call) {
@@ -183,7 +109,7 @@ void Group::all_reduce_in_heaps(const Call& call) {
     inputs_[r] = setup_.heaps->address(host_rank, theirs.input, bytes) + part.start * item;
     outputs_[r] = setup_.heaps->address(host_rank, theirs.output, bytes) + part.start * item;
   }
-  pycomm::reduce_to_all(outputs_.data(), ranks_, inputs_.data(), ranks_, part.numel, call.dtype, call.op, factors_.data());
+  pycomm::reduce_to_all(outputs_.data(), ranks_, inputs_.data(), ranks_, part.numel, call.dtype, call.op, factors_.data(), ranks_);
   sync("all_reduce");
   account(bytes, "all_reduce");
 }

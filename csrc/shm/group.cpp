@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "../kernels/reduce.h"
+#include "await.h"
 #include "process.h"
 #include "stores.h"
 
@@ -17,10 +18,6 @@ namespace {
 constexpr const char* kVerbs[] = {"barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast",
                                   "all_gather", "all_to_all", "gather", "scatter", "new_group"};
 
-constexpr int kSpinsAlone = 1000;                // about 20 us, where every rank has a core
-constexpr int kSpinsElsewhere = 150;             // about 3 us, the time of two switches between ranks on another core
-constexpr int kCrowdedRounds = 4;                // so many on a crowded core before a rank steps aside
-constexpr std::size_t kLinesAhead = 4;            // of a payload, to ask for while waiting; of more the reader takes back what is being written
 constexpr std::size_t kStreamFrom = 768;         // where non-temporal stores win, they do from here on
 
 // Counts forks: a forked child inherits the mapping, but it is not a rank.
@@ -42,7 +39,7 @@ bool has_root(Verb verb) {
 const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
 
 Group::Group(Setup setup)
-    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks.load()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), outputs_(ranks_) {
+    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks.load()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_) {
   const FileLayout file = FileLayout::of(setup_.host_ranks);
   if (setup_.area >= kAreas) throw Broken("shared memory: more than " + std::to_string(kAreas) + " groups were made in this job");
   mapping_ = std::make_unique<Mapping>(setup_.fd, file.areas + setup_.area * file.area_stride, at_.total);
@@ -178,30 +175,6 @@ int Group::count_shared() const {
   return shared;
 }
 
-template <class Word>
-void Group::await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes) {
-  lines_ = payload_bytes <= sizeof(Header::payload) ? 0 : static_cast<int>(std::min((payload_bytes + kLine - 1) / kLine, kLinesAhead));
-  const auto await = [&](int r, int spins) { waiter_->until(word(r), target, r, spins, deadline_, verb, line(r) + sizeof(Header), lines_); };
-  const auto after = [&](int i) { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; };
-  if (!take_turns()) {
-    for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsAlone);
-    return;
-  }
-  // Ranks that share a core take turns. One that this rank keeps from running gets the core at once; only when all of
-  // those have come is it worth a spin for the others, which are running elsewhere: then every rank runs once a round.
-  Ping& own = ping(rank_);
-  const auto cpu = static_cast<std::uint32_t>(sched_getcpu());
-  if (load_relaxed(own.cpu) != cpu) store_relaxed(own.cpu, cpu);
-  int company = 1;
-  for (int i = 1; i < ranks_; ++i) {
-    if (load_relaxed(ping(after(i)).cpu) != cpu) continue;
-    ++company;
-    await(after(i), 0);
-  }
-  if (2 * company > ranks_ + 1 && ++crowded_rounds_ % kCrowdedRounds == 0) step_aside(cpu);
-  for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsElsewhere);  // all of them: a rank may have moved meanwhile
-}
-
 void Group::meet(const Call& call, std::size_t payload_bytes) {
   await_all([this](int r) -> std::uint64_t& { return header(r).seq; }, seq_, verb_name(call.verb), payload_bytes);
   const std::uint64_t mine = encode(call);
@@ -257,15 +230,6 @@ void Group::await_windows(const char* verb, std::uint64_t ahead) {
   await_all([this](int r) -> std::uint64_t& { return published(r); }, window_ + 1 - ahead, verb, 0);
 }
 
-void Group::publish_result() {
-  store_release(reduced(rank_), window_ + 1);
-  waiter_->published();
-}
-
-void Group::await_results(const char* verb) {
-  await_all([this](int r) -> std::uint64_t& { return reduced(r); }, window_ + 1, verb, 0);
-}
-
 void Group::sync(const char* verb) {
   publish_window(window_);
   await_windows(verb);
@@ -286,11 +250,19 @@ void Group::reduce_from(void* output, const void* const* inputs, std::size_t num
   pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), streams);
 }
 
+// Moves this thread to a core and leaves it free to be moved on.
+static void move_to(int cpu, const cpu_set_t& allowed) {
+  cpu_set_t target;
+  CPU_ZERO(&target);
+  CPU_SET(cpu, &target);
+  if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
 void Group::step_aside(std::uint32_t cpu) {
   // Ranks that take turns on a core never look busy to the system's load balancer for long, so it leaves three on one core
   // and one on the other, which doubles the time of a small call. Where there are too many, the last of them steps over to
   // the core with the fewest; its affinity stays what it was.
-  cpu_set_t allowed, target;
+  cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
   const int most = (ranks_ + CPU_COUNT(&allowed) - 1) / CPU_COUNT(&allowed);
   std::vector<int> ranks_on(CPU_SETSIZE, 0);
@@ -305,9 +277,14 @@ void Group::step_aside(std::uint32_t cpu) {
   for (int other = 0; other < CPU_SETSIZE; ++other)
     if (CPU_ISSET(other, &allowed) && (best < 0 || ranks_on[other] < ranks_on[best])) best = other;
   if (best < 0 || ranks_on[best] >= most) return;
-  CPU_ZERO(&target);
-  CPU_SET(best, &target);
-  if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+  move_to(best, allowed);
+}
+
+void Group::settle(int core) {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &allowed) && core-- == 0 && cpu != sched_getcpu()) return move_to(cpu, allowed);
 }
 
 }  // namespace pycomm::shm

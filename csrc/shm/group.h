@@ -166,7 +166,12 @@ class Group {
   void meet(const Call& call, std::size_t payload_bytes = 0);  // everybody's header, compared with this rank's
   // Returns once `word(r)` >= target for every other rank r.
   template <class Word>
-  void await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes);
+  void await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes) {
+    await_ranks(word, target, verb, payload_bytes, 0, ranks_);
+  }
+  // The same of the ranks from `from` on and before `to`.
+  template <class Word>
+  void await_ranks(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes, int from, int to);
   [[noreturn]] void report_mismatch(const Call& call);
   [[noreturn]] void report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected);
   void load_factors(const Call& call);                  // everybody's factor of a PREMUL_SUM
@@ -175,14 +180,11 @@ class Group {
   std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
   void publish_window(std::uint64_t window);  // this rank's part of it is written
   void await_windows(const char* verb, std::uint64_t ahead = 0);  // everybody's, but for the last `ahead`
-  void publish_result();
-  void await_results(const char* verb);
   void sync(const char* verb);  // returns once every rank has called it
 
   void exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes) const;  // into memory that others will read
   void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
-  void reduce_to_both(void* sum, void* staged, std::size_t numel, const Call& call);
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece.
   // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
   // `use(part, offset, bytes)` are given `part(rank, i)`, the address of rank's part i, and the piece.
@@ -197,6 +199,9 @@ class Group {
   void all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine);
   void all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
   void all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
+  int chains_of(const Call& call) const;
+  void add_to_chain(void* staged, const void* input, std::size_t numel, const Call& call, bool is_first);
+  void reduce_to_both(void* sum, void* staged, int terms, std::size_t numel, const Call& call);
   void all_reduce_in_heaps(const Call& call);
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
@@ -209,6 +214,7 @@ class Group {
   std::uint32_t time_exchanges(int peer, bool streams, const char* verb);
   bool record(const Call& call);  // on the board; false inside a call that is there already
   void step_aside(std::uint32_t cpu);  // to a core with fewer ranks, if this one has too many
+  void settle(int core);               // on that one of the cores that this thread may use, if it is elsewhere
 
   Setup setup_;
   int rank_, ranks_;
@@ -224,7 +230,7 @@ class Group {
   std::size_t cursor_ = 0;     // of the ring
   Deadline deadline_{};
   std::vector<const void*> inputs_;  // scratch: one pointer a rank
-  std::vector<double> factors_;
+  std::vector<double> factors_, weights_;
   std::vector<void*> outputs_;
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   bool has_ring_ = false;

@@ -11,7 +11,7 @@ namespace pycomm::shm {
 namespace {
 
 constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long; somebody was not running
-constexpr int kAttempts = 4;
+constexpr int kAttempts = 4, kAttemptsInTurns = 24;  // one at least must find both of a pair running
 constexpr int kPings = 8;
 constexpr int kPatience = 1000;                  // looks at the peer's counter before waiting in earnest
 constexpr std::size_t kMeasureEvery = 32u << 20; // bytes of traffic, a few milliseconds' worth,
@@ -55,8 +55,9 @@ void Group::measure_line(const char* verb) {
     // chip's two halves. So both are tried.
     for (const bool streams : {false, true})
       if (is_elsewhere) mine.exchange_ns[streams] = time_exchanges(peer, streams, verb);
-    const std::uint32_t plain_ns = worst([](const Ping& its) { return its.exchange_ns[false]; });
-    streams_ = streams_win(worst([](const Ping& its) { return its.exchange_ns[true]; }), plain_ns);
+    // Where ranks take turns, some of a pair's tries may all have been disturbed, so every pair must be for it.
+    const std::uint32_t against = worst([](const Ping& its) -> std::uint32_t { return its.line_ns > 0 && !streams_win(its.exchange_ns[true], its.exchange_ns[false]); });
+    streams_ = against == 0;
   }
   sync(verb);  // nobody measures again before all have read
 }
@@ -65,7 +66,7 @@ void Group::measure_line(const char* verb) {
 template <class Round>
 std::int64_t Group::time_rounds(Round round) {
   std::int64_t best_ns = INT64_MAX;
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+  for (int attempts = take_turns() ? kAttemptsInTurns : kAttempts; attempts > 0; --attempts) {
     const std::uint64_t base = ping(rank_).count + 1;  // both of a pair have counted alike
     const std::int64_t start = monotonic_ns();
     for (std::uint64_t i = base; i < base + kPings; ++i) round(i);

@@ -10,7 +10,7 @@
 
 namespace pycomm::shm {
 
-inline constexpr std::size_t kPieces = 8, kRootedPieces = 16;  // to a window, where every rank has a core
+inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kStreamedPieces = 2;  // to a window, where every rank has a core
 inline constexpr std::size_t kStreamOutputFrom = 4u << 20;  // a result that long leaves the caches anyway
 
 inline unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
@@ -36,8 +36,8 @@ void Group::in_windows(const Call& call, const Load& load, Fill fill, Use use) {
   if (load.total == 0) return;
   const char* const verb = verb_name(call.verb);
   // From one root to the others, or to it, small pieces, so that the root is soon read, or soon reads; where a piece costs switches
-  // between ranks that share a core, large ones.
-  const std::size_t pieces = take_turns() ? 1 : has_root(call.verb) ? kRootedPieces : kPieces;
+  // between ranks that share a core, or its results leave the caches and a fence waits for that, large ones.
+  const std::size_t pieces = take_turns() ? 1 : load.is_streamed ? kStreamedPieces : has_root(call.verb) ? kRootedPieces : kPieces;
   const std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
   const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains
   // Who reads nothing only has to leave the others the time to read; [Note: the ring].

@@ -67,7 +67,8 @@ std::vector<unsigned char> run_to_all(const char* isa, const std::vector<Buffer>
   for (const Buffer& input : inputs) pointers.push_back(input.data());
   std::memcpy(places[0], pointers[0], outputs[0].bytes);
   pointers[0] = places[0];
-  reduce_to_all(places.data(), num_outputs, pointers.data(), static_cast<int>(inputs.size()), numel, dtype, op, factors);
+  reduce_to_all(places.data(), num_outputs, pointers.data(), static_cast<int>(inputs.size()), numel, dtype, op, factors,
+                static_cast<int>(inputs.size()));
   for (int o = 1; o < num_outputs; ++o) {
     expect(std::memcmp(places[o], places[0], outputs[0].bytes) == 0, "outputs", o, static_cast<int>(op), numel);
   }

@@ -129,14 +129,16 @@ void shared_buffers(int rank, Group& world, Heaps& heaps, std::size_t numel) {
 }
 
 void operators(int rank, Group& world) {
-  Call call = call_of(Verb::kAllReduce, 5);
-  call.op = ReduceOp::kPremulSum, call.factor = rank + 1;
-  std::vector<float> output(5), ones(5, 1.0f);
-  world.all_reduce(output.data(), ones.data(), call);
-  expect(output == std::vector<float>(5, static_cast<float>(world.ranks() * (world.ranks() + 1) / 2)), "PREMUL_SUM");
-  call.op = ReduceOp::kAvg;
-  world.all_reduce(output.data(), ones.data(), call);
-  expect(output == ones, "AVG");
+  for (const std::size_t numel : {std::size_t{5}, std::size_t{200003}}) {  // long ones are added up by chains
+    Call call = call_of(Verb::kAllReduce, numel);
+    call.op = ReduceOp::kPremulSum, call.factor = rank + 1;
+    std::vector<float> output(numel), ones(numel, 1.0f);
+    world.all_reduce(output.data(), ones.data(), call);
+    expect(output == std::vector<float>(numel, static_cast<float>(world.ranks() * (world.ranks() + 1) / 2)), named("PREMUL_SUM", rank, numel));
+    call.op = ReduceOp::kAvg;
+    world.all_reduce(output.data(), ones.data(), call);
+    expect(output == ones, named("AVG", rank, numel));
+  }
 }
 
 // Small calls, with a pause now and then, so that some waits spin, some yield and some sleep.
@@ -156,7 +158,7 @@ void barriers(int rank, Group& world) {
 }  // namespace
 
 void test_collectives() {
-  const struct { int ranks, ranks_per_core; } kWorlds[] = {{1, 1}, {2, 1}, {3, 1}, {3, 2}};
+  const struct { int ranks, ranks_per_core; } kWorlds[] = {{1, 1}, {2, 1}, {3, 1}, {3, 2}, {4, 2}};
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
     run("collectives", host, [&](int rank, Group& group) {

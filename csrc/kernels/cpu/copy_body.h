@@ -2,7 +2,9 @@
 
 namespace pycomm::PYCOMM_ISA {
 
-// The source is one that no other core is writing behind its end, if it is read ahead.
+inline constexpr std::size_t kInsideAhead = 2048;  // what lies in another core's caches takes so long
+
+// With `reads_ahead`, behind the end of the source too: no other core may be writing there.
 template <bool reads_ahead>
 void copy_past_caches(char* destination, const char* source, std::size_t bytes) {
   using V = VectorOf<char, PYCOMM_VECTOR_BYTES>::type;
@@ -13,7 +15,12 @@ void copy_past_caches(char* destination, const char* source, std::size_t bytes) 
     destination += head, source += head, bytes -= head;
   }
   for (; bytes >= 4 * sizeof(V); destination += 4 * sizeof(V), source += 4 * sizeof(V), bytes -= 4 * sizeof(V)) {
-    if constexpr (reads_ahead) ReadAhead{true}.fetch<4 * sizeof(V)>(source);
+    if constexpr (reads_ahead) {
+      ReadAhead{true}.fetch<4 * sizeof(V)>(source);
+    } else if (bytes >= kInsideAhead + 4 * sizeof(V)) {
+#pragma GCC unroll 4
+      for (std::size_t line = 0; line < 4 * sizeof(V); line += 64) __builtin_prefetch(source + kInsideAhead + line);
+    }
     V block[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) block[k] = load<V>(source + k * sizeof(V));

@@ -15,7 +15,7 @@ struct ReduceJob {
   const char* const* inputs;
   std::size_t begin, end;
   const double* factors;
-  int num_inputs, num_outputs;  // last: after padding the compiler would write `begin` in parts, and reading it whole waits
+  int num_inputs, num_outputs, divisor;  // of kAvg. Last: after padding the compiler would write `begin` in parts, and reading it whole waits
 };
 
 struct ReduceKernel {

@@ -44,7 +44,7 @@ void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t
   const Isa& isa = active_isa();
   const ReduceKernel& kernel = isa.reduce[static_cast<int>(dtype)][static_cast<int>(op)];
   const ReduceJob job{static_cast<char*>(output), nullptr, reinterpret_cast<const char* const*>(inputs), 0,
-                      numel * item_bytes(dtype), factors, num_inputs, 1};
+                      numel * item_bytes(dtype), factors, num_inputs, 1, num_inputs};
   if (!stream_output) return kernel.run(job);
   if (kernel.run_streamed != nullptr) {
     kernel.run_streamed(job);
@@ -55,10 +55,10 @@ void reduce(void* output, const void* const* inputs, int num_inputs, std::size_t
 }
 
 void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inputs, int num_inputs, std::size_t numel,
-                   DType dtype, ReduceOp op, const double* factors) {
+                   DType dtype, ReduceOp op, const double* factors, int divisor) {
   const ReduceKernel& kernel = active_isa().reduce[static_cast<int>(dtype)][static_cast<int>(op)];
   const ReduceJob job{nullptr, reinterpret_cast<char* const*>(outputs), reinterpret_cast<const char* const*>(inputs), 0,
-                      numel * item_bytes(dtype), factors, num_inputs, num_outputs};
+                      numel * item_bytes(dtype), factors, num_inputs, num_outputs, divisor};
   if (kernel.run_to_all != nullptr) return kernel.run_to_all(job);
   reduce_to_all_by_blocks(kernel, job);
 }

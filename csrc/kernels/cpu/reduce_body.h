@@ -98,7 +98,7 @@ PYCOMM_HD void reduce_all(const ReduceJob job, const char* const* inputs) {  // 
   using W = std::conditional_t<lanes == 1, Scalar, Wide<lanes>>;
   constexpr std::size_t kItem = sizeof(typename Element::Storage), kVector = lanes * kItem;
   constexpr std::size_t kGroupBytes = kGroup<Element> * kVector;
-  const DivisorOf<Element, Op> divisor(job.num_inputs);
+  const DivisorOf<Element, Op> divisor(job.divisor);
   const Outputs<stores> outputs(job);
   const std::size_t end = job.end;
   std::size_t offset = job.begin;
