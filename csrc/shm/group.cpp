@@ -30,6 +30,14 @@ std::uint64_t encode(const Call& call) {
          static_cast<std::uint64_t>(call.root) << 32;
 }
 
+// Moves this thread to a core and leaves it free to be moved on.
+void move_to(int cpu, const cpu_set_t& allowed) {
+  cpu_set_t target;
+  CPU_ZERO(&target);
+  CPU_SET(cpu, &target);
+  if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
 }  // namespace
 
 bool has_root(Verb verb) {
@@ -248,14 +256,6 @@ void Group::put(void* to, const void* from, std::size_t bytes) const {
 
 void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams) const {
   pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), streams);
-}
-
-// Moves this thread to a core and leaves it free to be moved on.
-static void move_to(int cpu, const cpu_set_t& allowed) {
-  cpu_set_t target;
-  CPU_ZERO(&target);
-  CPU_SET(cpu, &target);
-  if (sched_setaffinity(0, sizeof target, &target) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 void Group::step_aside(std::uint32_t cpu) {

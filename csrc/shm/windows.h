@@ -11,6 +11,7 @@
 namespace pycomm::shm {
 
 inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kStreamedPieces = 2;  // to a window, where every rank has a core
+inline constexpr std::size_t kLeastPiece = 2048, kLeastPieces = 8;  // a short message from one root: it is read while the rest is written
 inline constexpr std::size_t kStreamOutputFrom = 4u << 20;  // a result that long leaves the caches anyway
 
 inline unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
@@ -38,7 +39,8 @@ void Group::in_windows(const Call& call, const Load& load, Fill fill, Use use) {
   // From one root to the others, or to it, small pieces, so that the root is soon read, or soon reads; where a piece costs switches
   // between ranks that share a core, or its results leave the caches and a fence waits for that, large ones.
   const std::size_t pieces = take_turns() ? 1 : load.is_streamed ? kStreamedPieces : has_root(call.verb) ? kRootedPieces : kPieces;
-  const std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
+  std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
+  if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(kLeastPiece, load.total / kLeastPieces / kLine * kLine));
   const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains
   // Who reads nothing only has to leave the others the time to read; [Note: the ring].
   const bool reads = !has_root(call.verb) || (rank_ == call.root) == (call.verb == Verb::kReduce || call.verb == Verb::kGather);
