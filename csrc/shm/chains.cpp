@@ -71,7 +71,6 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   const std::size_t piece = (is_chained ? std::min(kChainWindow, at_.window_bytes) : at_.window_bytes) / item;
   const auto published_by = [this](int r) -> std::uint64_t& { return published(r); };
   const auto reduced_by = [this](int r) -> std::uint64_t& { return reduced(r); };
-  const auto reducer_of = [&](int c) { return last + (c - last % chains + chains) % chains; };  // the last rank of chain c
   const auto result_of = [&](std::size_t place, std::size_t numel) { return place + round_up(numel * item, kLine); };  // behind what is staged
   const auto stage = [&](std::size_t first, std::uint64_t window) {
     const std::size_t numel = std::min(piece, call.numel - first);
@@ -115,9 +114,9 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
     }
     await_ranks(reduced_by, window_ + 1, verb, 0, last, ranks_);
     for (int i = 0; i < chains; ++i) {
-      const int c = (chain + i) % chains, r = reducer_of(c);
+      const int r = last + (rank_ + i) % chains;
       if (r == rank_) continue;
-      const Part theirs = part_of(numel, c, chains, item);
+      const Part theirs = part_of(numel, r % chains, chains, item);
       std::memcpy(output + (first + theirs.start) * item, staged(r, result_of(place, numel)), theirs.numel * item);
     }
     place = next;

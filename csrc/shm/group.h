@@ -16,7 +16,8 @@
 // What is not short is staged in the rank's ring, a window at a time. Every rank takes the same places of its own
 // ring in the same order, so no place is ever told. A window is counted in `published` once it is filled (the first of a call
 // comes with the header, where all ranks filled theirs before they met) and a second phase in `reduced`; window w is filled after
-// everybody's window w-1 was seen (in [Note: chains] the results of w-2), so everybody is done with w-3, and the ring is long enough that w-2, w-1 and w do not touch.
+// everybody's window w-1 was seen (in [Note: chains] the results of w-2), so everybody is done with w-3, and the ring is long
+// enough that w-2, w-1 and w do not touch.
 // A rank that only fills, the root of a broadcast, may be further ahead, by small windows: all that it is ahead is less than one
 // large one, which is what the others may still read when it fills the first of its next call.
 // The ring is longer than that for speed: on AMD's Zen 3 a line that both cores still hold in their L2 costs 10 ns to write and

@@ -18,8 +18,7 @@ void copy_past_caches(char* destination, const char* source, std::size_t bytes) 
     if constexpr (reads_ahead) {
       ReadAhead{true}.fetch<4 * sizeof(V)>(source);
     } else if (bytes >= kInsideAhead + 4 * sizeof(V)) {
-#pragma GCC unroll 4
-      for (std::size_t line = 0; line < 4 * sizeof(V); line += 64) __builtin_prefetch(source + kInsideAhead + line);
+      ReadAhead{false}.fetch<4 * sizeof(V), kInsideAhead>(source);
     }
     V block[4];
 #pragma GCC unroll 4
