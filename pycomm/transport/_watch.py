@@ -189,7 +189,7 @@ class Watch:
         dead = self._find_dead()
         if dead >= 0 and self._suspect == dead:
             if self._owes(dead, call, message):
-                self.announce("lost", dead)
+                self.announce("lost", dead, call)
         else:
             self._suspect = dead
         if self._store is not None and time.monotonic() >= self._next_ask:
@@ -225,11 +225,13 @@ class Watch:
 
     # -- telling ----------------------------------------------------------------------------------------------------
 
-    def announce(self, kind: str, rank: int) -> None:
-        """Declares the group broken, here and, through the store, for the other ranks. The first to do so is right."""
+    def announce(self, kind: str, rank: int, call: int) -> None:
+        """Declares the group broken in collective ``call``, here and, through the store, for the other ranks. The first
+        to do so is right.
+        """
         pid = self._members[rank].pid if self._members else 0
         status = _exit_status(self._members[rank]) if kind == "lost" and self._members else NO_STATUS
-        mine = Failure(kind, rank, pid, status)
+        mine = Failure(kind, rank, pid, status, call)
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank
                 if self._store.add("failures", 1) == 1:

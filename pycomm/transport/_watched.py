@@ -46,7 +46,7 @@ class WatchedTransport(Transport):
         return self.watch.failure is not None
 
     def abandon(self) -> None:
-        self.watch.announce("interrupted", self.rank)
+        self.watch.announce("interrupted", self.rank, self.calls)
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
         request: Request = self._messages.isend(flat, peer, tag)
@@ -71,12 +71,13 @@ class WatchedTransport(Transport):
             raise self.failed(doing, self.watch.failure)
 
     def check_given_up(self, doing: str) -> None:
-        """Raises what broke the group, if another rank says so: for one that has come late.
+        """Raises what broke the group in this call, if another rank says so: for one that has come late.
 
-        It finds what the others sent before they gave up, and would be the only one for which the call succeeds.
+        It finds what the others sent before they gave up, and would be the only one for which the call succeeds. If
+        they gave up in a later one, this one has succeeded for them, and does here.
         """
         failure = self.watch.ask(self.calls)
-        if failure is not None:
+        if failure is not None and failure.call <= self.calls:
             raise self.failed(doing, failure)
 
     def failed(self, doing: str, failure: wording.Failure) -> TransportError:

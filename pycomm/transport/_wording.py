@@ -77,13 +77,15 @@ class Failure(NamedTuple):
     """What broke a group, as its ranks tell one another.
 
     ``kind`` is "lost", "closed", "interrupted" or "timeout"; ``status`` is how the process of ``rank`` ended, as
-    ``os.waitpid`` encodes it.
+    ``os.waitpid`` encodes it. ``call`` is the collective in which, or after which, it was first found: those before it
+    succeeded.
     """
 
     kind: str
     rank: int
     pid: int = 0
     status: int = NO_STATUS
+    call: int = 0
 
 
 # What observers know of why a call waited in vain: each is given the place and the kind of the failure, and returns

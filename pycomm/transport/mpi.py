@@ -277,7 +277,7 @@ class MpiTransport(WatchedTransport):
                 self.check(doing, message, is_done)
             if waited_s > limit_s:
                 if message is None:
-                    self.watch.announce("timeout", self.rank)
+                    self.watch.announce("timeout", self.rank, self.calls)
                 raise wording.timed_out(self.place(doing), limit_s, is_broken=message is None)
             _idle(waited_s)
 

@@ -278,7 +278,7 @@ class TorchTransport(WatchedTransport):
         text = str(error).partition("\n")[0]
         place = self.place(doing)
         if self.watch.failure is None and any(sign in text for sign in _TIMEOUT_SIGNS):
-            self.watch.announce("timeout", self.rank)
+            self.watch.announce("timeout", self.rank, self.calls)
             return wording.timed_out(place, limit_s)
         if self.watch.failure is not None or any(sign in text for sign in _LOST_SIGNS):
             return self.failed(doing, self.watch.explain(self.calls, peer))
@@ -339,7 +339,7 @@ class TorchTransport(WatchedTransport):
                 return
             if left_s <= 0:
                 if message is None:
-                    self.watch.announce("timeout", self.rank)
+                    self.watch.announce("timeout", self.rank, self.calls)
                 raise wording.timed_out(self.place(doing), limit_s, is_broken=message is None)
 
 

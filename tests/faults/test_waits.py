@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from laws import EVERYWHERE, MPI, RANKS, STOPPED_S, STOPS, TRANSPORTS, VICTIM, c
 import pycomm
 from harness import run_ranks
 from pycomm import CollectiveTimeoutError, PeerLostError
+from pycomm.collectives.context import resolve
 from pycomm.fault import InjectedFault, fail_at, inject
+from pycomm.transport._watched import Lateness
 
 STOP_JOBS = [*((each, ranks) for each in TRANSPORTS for ranks in (2, 4)), *((each, 3) for each in MPI)]
 
@@ -119,3 +122,33 @@ def come_late(rank: int) -> None:
 @pytest.mark.parametrize("transport", EVERYWHERE)
 def test_who_comes_late_raises_as_the_others_did(transport: str) -> None:
     run_ranks(3, come_late, transport=transport)
+
+
+def look_late(rank: int) -> None:
+    """The others' next call has failed before this rank, in one that succeeded, looks whether they gave it up."""
+    check_sum()
+    told = pycomm.new_group(range(RANKS))
+    if rank == VICTIM:
+        transport: Any = resolve(None).transport
+        watched = getattr(transport, "outer", transport)
+        look = watched.check_given_up
+
+        def look_after_the_others(verb: str) -> None:
+            for peer in set(range(RANKS)) - {VICTIM}:
+                pycomm.recv(torch.empty(1), peer, group=told)
+            look(verb)
+
+        watched.check_given_up = look_after_the_others
+        Lateness.begin = lambda *_: True  # type: ignore[method-assign]
+    pycomm.barrier()
+    if rank == VICTIM:
+        assert transport.is_broken, "it did look"
+    with pytest.raises(CollectiveTimeoutError):
+        pycomm.barrier(timeout=None if rank == VICTIM else 0.5)
+    if rank != VICTIM:
+        pycomm.send(torch.ones(1), VICTIM, group=told)
+
+
+@pytest.mark.parametrize("transport", [param for param in EVERYWHERE if param.values[0] != "shm"])
+def test_a_call_that_succeeded_for_the_others_succeeds_for_who_looks_late(transport: str) -> None:
+    run_ranks(RANKS, look_late, transport=transport)
