@@ -104,7 +104,7 @@ void Group::all_reduce_in_heaps(const Call& call) {
   const Part part = part_of(call.numel, rank_, ranks_, item);
   load_factors(call);
   for (int r = 0; r < ranks_; ++r) {
-    const Places theirs = places(r);
+    const auto theirs = told<Places>(r);
     const int host_rank = setup_.host_rank_of[r];
     inputs_[r] = setup_.heaps->address(host_rank, theirs.input, bytes) + part.start * item;
     outputs_[r] = setup_.heaps->address(host_rank, theirs.output, bytes) + part.start * item;
@@ -159,12 +159,12 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
   const Place place = setup_.heaps->place(input, whole);
   const bool has_met = place != 0;
   if (has_met) {
-    publish(call, {place, place});
+    publish(call, Places{place, place});
     meet(call);
     if (count_shared() == ranks_) {  // each reads the part that is its own from the inputs themselves
       load_factors(call);
       for (int r = 0; r < ranks_; ++r)
-        inputs_[r] = setup_.heaps->address(setup_.host_rank_of[r], places(r).input, whole) + (row(mine) - row(0));
+        inputs_[r] = setup_.heaps->address(setup_.host_rank_of[r], told<Places>(r).input, whole) + (row(mine) - row(0));
       reduce_from(output, inputs_.data(), call.numel, call, is_streamed);
       sync("reduce_scatter");
       return account(n * bytes, "reduce_scatter");

@@ -166,20 +166,9 @@ void Group::publish(const Call& call) {
   waiter_->published();
 }
 
-void Group::publish(const Call& call, const Places& places) {
-  std::memcpy(header(rank_).payload, &places, sizeof places);
-  publish(call);
-}
-
-Group::Places Group::places(int rank) const {
-  Places places;
-  std::memcpy(&places, header(rank).payload, sizeof places);
-  return places;
-}
-
 int Group::count_shared() const {
   int shared = 0;
-  for (int r = 0; r < ranks_; ++r) shared += places(r).are_shared();
+  for (int r = 0; r < ranks_; ++r) shared += told<Places>(r).are_shared();
   return shared;
 }
 
@@ -239,6 +228,8 @@ void Group::await_windows(const char* verb, std::uint64_t ahead) {
 }
 
 void Group::sync(const char* verb) {
+  // What this rank has read of the others' buffers since they met is theirs only while nobody has given the call up.
+  waiter_->throw_if_broken(verb);
   publish_window(window_);
   await_windows(verb);
   ++window_;

@@ -25,6 +25,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -141,6 +142,12 @@ class Group {
     bool are_shared() const { return input != 0 && output != 0; }
   };
 
+  struct Source {  // where in this process others may read what this rank sends; travels there, too
+    std::uint64_t address, witness_address, witness;
+  };
+  // How messages of middle length move, by verb; [Note: direct reads].
+  enum class Way : std::uint8_t { kUntried, kDirect, kStaged };
+
   // A rank's slot for collective #seq; [Note: two slots].
   unsigned char* slot(int rank, std::uint64_t seq) const {
     return area_ + at_.slots + (2 * static_cast<std::size_t>(rank) + (seq & 1)) * at_.slot_stride;
@@ -159,11 +166,13 @@ class Group {
   std::uint64_t& published(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.published)[rank].value; }
   std::uint64_t& reduced(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.reduced)[rank].value; }
   Ping& ping(int rank) const { return reinterpret_cast<Ping*>(area_ + at_.pings)[rank]; }
-  Places places(int rank) const;
+  template <class Told>
+  Told told(int rank) const;  // in the header's payload
   int count_shared() const;
 
   void publish(const Call& call);                       // this rank's header; its payload is written already
-  void publish(const Call& call, const Places& places); // the same, for a large message
+  template <class Told>
+  void publish(const Call& call, const Told& told);     // the same, for a large message
   void meet(const Call& call, std::size_t payload_bytes = 0);  // everybody's header, compared with this rank's
   // Returns once `word(r)` >= target for every other rank r.
   template <class Word>
@@ -196,6 +205,14 @@ class Group {
   };
   template <class Fill, class Use>
   void in_windows(const Call& call, const Load& load, Fill fill, Use use);
+  // Messages that may be read where they lie: `read()` says whether it could, `stage()` moves them in windows, after a meeting.
+  bool may_go_directly(const Way& way) const { return way != Way::kStaged && !is_refused_ && !take_turns(); }
+  template <class Read, class Stage>
+  void move_directly(const Call& call, Way& way, const void* source, Read read, Stage stage);
+  template <class Read>
+  bool read_by_all(const char* verb, Read read);
+  static Source source_of(const void* data);
+  bool read_memory(int rank, void* to, std::size_t bytes) const;
   void all_reduce_in_slots(void* output, const Call& call);
   void all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine);
   void all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
@@ -235,6 +252,8 @@ class Group {
   std::vector<void*> outputs_;
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   bool has_ring_ = false;
+  Way broadcast_way_ = Way::kUntried, gather_way_ = Way::kUntried;
+  bool is_refused_ = false;  // a rank could not read another's memory
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead
   bool streams_ = false;     // non-temporal stores reach the other ranks faster than plain ones
@@ -243,5 +262,19 @@ class Group {
   std::size_t traffic_bytes_ = 0;    // since that was measured
   std::atomic<bool> is_busy_{false};
 };
+
+template <class Told>
+void Group::publish(const Call& call, const Told& told) {
+  static_assert(sizeof told <= sizeof(Header::payload));
+  std::memcpy(header(rank_).payload, &told, sizeof told);
+  publish(call);
+}
+
+template <class Told>
+Told Group::told(int rank) const {
+  Told told;
+  std::memcpy(&told, header(rank).payload, sizeof told);
+  return told;
+}
 
 }  // namespace pycomm::shm

@@ -2,9 +2,18 @@
 #include <algorithm>
 #include <vector>
 
+#include "direct.h"
 #include "windows.h"
 
 namespace pycomm::shm {
+namespace {
+
+// Where messages are read where they lie, on two ranks of Sapphire Rapids: 16 KiB in 0.84 of the time, 64 KiB in 0.7, 256 KiB in
+// 1.0 to 1.4; in an all_gather, of each rank, 32 KiB in 0.97, 512 KiB in 0.87, 2 MiB in 1.6.
+constexpr std::size_t kDirectBroadcastFrom = 12u << 10, kDirectBroadcastTo = 128u << 10;
+constexpr std::size_t kDirectGatherFrom = 32u << 10, kDirectGatherTo = 1u << 20;
+
+}  // namespace
 
 void Group::broadcast(void* data, const Call& call) {
   const Entry entry(*this, call);
@@ -16,14 +25,19 @@ void Group::broadcast(void* data, const Call& call) {
     return;
   }
   const bool is_streamed = streams_output(bytes);
-  in_windows(
-      call, {bytes, 1, /*has_met=*/false, is_streamed},
-      [&](auto part, std::size_t offset, std::size_t length) {
-        if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
-      },
-      [&](auto part, std::size_t offset, std::size_t length) {
-        if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, is_streamed);
-      });
+  const auto stage = [&](bool has_met) {
+    in_windows(
+        call, {bytes, 1, has_met, is_streamed},
+        [&](auto part, std::size_t offset, std::size_t length) {
+          if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
+        },
+        [&](auto part, std::size_t offset, std::size_t length) {
+          if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, is_streamed);
+        });
+  };
+  if (bytes < kDirectBroadcastFrom || bytes > kDirectBroadcastTo || !may_go_directly(broadcast_way_)) return stage(false);
+  const auto read = [&] { return is_root || read_memory(call.root, data, bytes); };
+  move_directly(call, broadcast_way_, data, read, [&] { stage(true); });
 }
 
 void Group::all_gather(void* output, const void* input, const Call& call) {
@@ -36,15 +50,28 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
     return;
   }
   const bool is_streamed = streams_output(n * bytes);
-  in_windows(
-      call, {bytes, 1, /*has_met=*/false, is_streamed},
-      [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), bytes_of(input) + offset, length); },
-      [&](auto part, std::size_t offset, std::size_t length) {
-        for (int r = 0; r < ranks_; ++r) {
-          const unsigned char* const from = r == rank_ ? bytes_of(input) + offset : part(r, 0);
-          if (block(r) + offset != from) keep(block(r) + offset, from, length, is_streamed);
-        }
-      });
+  const auto stage = [&](bool has_met) {
+    in_windows(
+        call, {bytes, 1, has_met, is_streamed},
+        [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), bytes_of(input) + offset, length); },
+        [&](auto part, std::size_t offset, std::size_t length) {
+          for (int r = 0; r < ranks_; ++r) {
+            const unsigned char* const from = r == rank_ ? bytes_of(input) + offset : part(r, 0);
+            if (block(r) + offset != from) keep(block(r) + offset, from, length, is_streamed);
+          }
+        });
+  };
+  if (bytes < kDirectGatherFrom || bytes > kDirectGatherTo || !may_go_directly(gather_way_)) return stage(false);
+  const auto read = [&] {
+    if (block(rank_) != input) copy(block(rank_), input, bytes);
+    bool could = true;
+    for (int i = 1; i < ranks_ && could; ++i) {  // each begins with another one
+      const int r = (rank_ + i) % ranks_;
+      could = read_memory(r, block(r), bytes);
+    }
+    return could;
+  };
+  move_directly(call, gather_way_, input, read, [&] { stage(true); });
 }
 
 void Group::gather(void* output, const void* input, const Call& call) {

@@ -137,6 +137,7 @@ int main(int count, char** arguments) {
     test_messages();
     test_failures();
     test_groups();
+    test_direct();
     test_streams();
   }
   std::printf("%d checks, %d failures\n", checks, failures);

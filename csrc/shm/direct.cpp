@@ -1,0 +1,36 @@
+// How a rank reads the memory of another one; [Note: direct reads].
+#include "direct.h"
+
+#include <sys/random.h>
+#include <sys/uio.h>
+
+namespace pycomm::shm {
+namespace {
+
+// By which others know that it is this process whose memory they have read, and not a later one of its pid.
+const std::uint64_t& witness() {
+  static const std::uint64_t value = [] {
+    std::uint64_t random = 0;
+    if (getrandom(&random, sizeof random, 0) != sizeof random) random = static_cast<std::uint64_t>(monotonic_ns());
+    return random;
+  }();
+  return value;
+}
+
+}  // namespace
+
+Group::Source Group::source_of(const void* data) {
+  return {reinterpret_cast<std::uint64_t>(data), reinterpret_cast<std::uint64_t>(&witness()), witness()};
+}
+
+bool Group::read_memory(int rank, void* to, std::size_t bytes) const {
+  const auto source = told<Source>(rank);
+  std::uint64_t seen = 0;
+  const struct iovec local[] = {{to, bytes}, {&seen, sizeof seen}};
+  const struct iovec remote[] = {{reinterpret_cast<void*>(source.address), bytes},
+                                 {reinterpret_cast<void*>(source.witness_address), sizeof seen}};
+  const ssize_t read = process_vm_readv(setup_.pids[rank], local, 2, remote, 2, 0);
+  return read == static_cast<ssize_t>(bytes + sizeof seen) && seen == source.witness;
+}
+
+}  // namespace pycomm::shm
