@@ -15,6 +15,7 @@ namespace pycomm {
 struct Flat {
   void* data;
   std::size_t numel;
+  std::size_t rows;  // its first dimension; 0 if it has none
   DType dtype;
   std::size_t bytes() const { return numel * item_bytes(dtype); }
 };
@@ -67,6 +68,7 @@ class PlainTensors {
     }
     if (tensor.device_type != dlpack::kCPU || !dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
     if (tensor.data == nullptr) return false;  // a wrapper without memory of its own, inside torch.func.functionalize
+    flat.rows = tensor.ndim > 0 ? static_cast<std::size_t>(tensor.shape[0]) : 0;
     flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
     // The imaginary part of a conjugate is a view with a negation bit, which DLPack does not tell either. Such a view has
     // stride 2, so it fails the test above, unless it has one element. That one lies an odd number of items into memory

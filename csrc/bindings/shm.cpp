@@ -35,6 +35,14 @@ struct Block {
   ~Block() { heaps->free(data); }
 };
 
+// Where each rank's part of `numel` elements begins in the flat buffer at `address`.
+std::vector<void*> blocks_of(const Group& group, std::uintptr_t address, std::size_t numel, int dtype) {
+  std::vector<void*> blocks;
+  for (int r = 0; r < group.ranks(); ++r)
+    blocks.push_back(pointer(address + static_cast<std::size_t>(r) * numel * item_bytes(static_cast<DType>(dtype))));
+  return blocks;
+}
+
 using NoGil = py::call_guard<WithoutGil>;
 
 void bind_group(py::module_& m) {
@@ -76,11 +84,13 @@ void bind_group(py::module_& m) {
            }, NoGil())
       .def("gather",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int root, double timeout_s) {
-             g.gather(pointer(output), pointer(input), make_call(Verb::kGather, numel, dtype, 0, 1, root, timeout_s));
+             const auto outputs = blocks_of(g, output, numel, dtype);
+             g.gather(outputs.data(), pointer(input), make_call(Verb::kGather, numel, dtype, 0, 1, root, timeout_s));
            }, NoGil())
       .def("scatter",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int root, double timeout_s) {
-             g.scatter(pointer(output), pointer(input), make_call(Verb::kScatter, numel, dtype, 0, 1, root, timeout_s));
+             const auto inputs = blocks_of(g, input, numel, dtype);
+             g.scatter(pointer(output), inputs.data(), make_call(Verb::kScatter, numel, dtype, 0, 1, root, timeout_s));
            }, NoGil())
       .def("all_to_all",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, const std::vector<std::size_t>& output_splits,

@@ -5,6 +5,8 @@
 // or words the error.
 #include "shm_fast.h"
 
+#include <vector>
+
 #include "plain_tensor.h"
 #include "shm_errors.h"
 
@@ -47,26 +49,104 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return run(flat.bytes(), [&] { cut.group->all_reduce(flat.data, flat.data, call); });
 }
 
+bool read_root(const Cut& cut, PyObject* object, int& root) {
+  if (!PyLong_Check(object)) return false;
+  const long rank = PyLong_AsLong(object);
+  if (rank < 0 || rank >= cut.group->ranks()) {
+    PyErr_Clear();
+    return false;
+  }
+  root = static_cast<int>(rank);
+  return true;
+}
+
 PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat flat;
   Call call{Verb::kBroadcast};
-  if (count != 2 || !PyLong_Check(args[1]) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
-  const long root = PyLong_AsLong(args[1]);
-  if (root < 0 || root >= cut.group->ranks()) {
-    PyErr_Clear();
-    Py_RETURN_FALSE;
-  }
+  if (count != 2 || !read_root(cut, args[1], call.root) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
   call.dtype = flat.dtype;
   call.numel = flat.numel;
-  call.root = static_cast<int>(root);
   return run(flat.bytes(), [&] { cut.group->broadcast(flat.data, call); });
+}
+
+PyObject* reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  Flat flat;
+  Call call{Verb::kReduce};
+  if (count < 2 || count > 3 || !read_root(cut, args[1], call.root) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
+  if (!read_op(count > 2 ? args[2] : nullptr, flat.dtype, call.op)) Py_RETURN_FALSE;
+  call.dtype = flat.dtype;
+  call.numel = flat.numel;
+  return run(flat.bytes(), [&] { cut.group->reduce(flat.data, flat.data, call); });
 }
 
 bool overlap(const Flat& a, const Flat& b) {
   const auto* a_start = static_cast<unsigned char*>(a.data);
   const auto* b_start = static_cast<unsigned char*>(b.data);
   return a_start < b_start + b.bytes() && b_start < a_start + a.bytes();
+}
+
+// A list of one tensor a rank, each like `own` and apart from it, but for this rank's, which may be `own` itself; with
+// `are_apart` from each other, too.
+bool read_list(const Cut& cut, PyObject* object, const Flat& own, bool are_apart, std::vector<void*>& blocks) {
+  if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
+  const int ranks = cut.group->ranks();
+  if (PySequence_Fast_GET_SIZE(object) != ranks) return false;
+  std::vector<Flat> flats(static_cast<std::size_t>(ranks));
+  for (int r = 0; r < ranks; ++r) {
+    Flat& flat = flats[static_cast<std::size_t>(r)];
+    if (!cut.tensors.read(PySequence_Fast_GET_ITEM(object, r), flat) || flat.dtype != own.dtype || flat.numel != own.numel) return false;
+    if (overlap(flat, own) && (r != cut.group->rank() || flat.data != own.data)) return false;
+    for (int other = 0; are_apart && other < r; ++other)
+      if (overlap(flat, flats[static_cast<std::size_t>(other)])) return false;
+    blocks.push_back(flat.data);
+  }
+  return true;
+}
+
+// What gather and scatter are given alike: a tensor, on the root a list, and the root, rank 0 if none is named.
+bool read_rooted(const Cut& cut, PyObject* const* args, Py_ssize_t count, Call& call, Flat& own, std::vector<void*>& blocks) {
+  if (count < 1 || count > 3 || !cut.tensors.read(args[0], own)) return false;
+  if (count > 2 && !read_root(cut, args[2], call.root)) return false;
+  call.dtype = own.dtype;
+  call.numel = own.numel;
+  PyObject* const list = count > 1 ? args[1] : Py_None;
+  if (cut.group->rank() != call.root) return list == Py_None;
+  return read_list(cut, list, own, /*are_apart=*/call.verb == Verb::kGather, blocks);
+}
+
+PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  Flat own;
+  Call call{Verb::kGather};
+  std::vector<void*> outputs;
+  if (!read_rooted(cut, args, count, call, own, outputs)) Py_RETURN_FALSE;
+  return run(own.bytes(), [&] { cut.group->gather(outputs.data(), own.data, call); });
+}
+
+PyObject* scatter(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  Flat own;
+  Call call{Verb::kScatter};
+  std::vector<void*> inputs;
+  if (!read_rooted(cut, args, count, call, own, inputs)) Py_RETURN_FALSE;
+  return run(own.bytes(), [&] { cut.group->scatter(own.data, inputs.data(), call); });
+}
+
+// Without split sizes: equal slices of the first dimensions.
+PyObject* all_to_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  Flat output, input;
+  if (count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
+  const auto ranks = static_cast<std::size_t>(cut.group->ranks());
+  if (output.dtype != input.dtype || output.numel != input.numel || overlap(output, input)) Py_RETURN_FALSE;
+  for (const Flat& flat : {output, input})
+    if (flat.rows == 0 || flat.rows % ranks != 0) Py_RETURN_FALSE;
+  const std::vector<std::size_t> splits(ranks, input.numel / ranks);
+  Call call{Verb::kAllToAll};
+  call.dtype = input.dtype;
+  return run(input.bytes(), [&] { cut.group->all_to_all(output.data, input.data, splits.data(), splits.data(), call); });
 }
 
 PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -126,6 +206,10 @@ pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& 
   add(definition<all_gather>("all_gather_single"));
   add(definition<reduce_scatter>("reduce_scatter_single"));
   add(definition<barrier>("barrier"));
+  add(definition<reduce>("reduce"));
+  add(definition<gather>("gather"));
+  add(definition<scatter>("scatter"));
+  add(definition<all_to_all>("all_to_all_single"));
   return cuts;
 }
 

@@ -96,8 +96,9 @@ class Group {
   void reduce_scatter(void* output, const void* input, const Call& call);
   void broadcast(void* data, const Call& call);
   void all_gather(void* output, const void* input, const Call& call);
-  void gather(void* output, const void* input, const Call& call);
-  void scatter(void* output, const void* input, const Call& call);
+  // One buffer a rank, on the root; null elsewhere.
+  void gather(void* const* outputs, const void* input, const Call& call);
+  void scatter(void* output, const void* const* inputs, const Call& call);
   // Splits count elements, one entry a rank.
   void all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
                   const Call& call);

@@ -74,14 +74,13 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   move_directly(call, gather_way_, input, read, [&] { stage(true); });
 }
 
-void Group::gather(void* output, const void* input, const Call& call) {
+void Group::gather(void* const* outputs, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
-  const auto block = [&](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * bytes; };
   if (is_short(bytes)) {
     exchange(call, input, bytes);
-    for (int r = 0; is_root && r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
+    for (int r = 0; is_root && r < ranks_; ++r) copy(outputs[r], payload(r, bytes), bytes);
     return;
   }
   in_windows(
@@ -90,17 +89,20 @@ void Group::gather(void* output, const void* input, const Call& call) {
         if (!is_root) put(part(rank_, 0), bytes_of(input) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
-        for (int r = 0; is_root && r < ranks_; ++r) keep(block(r) + offset, r == rank_ ? bytes_of(input) + offset : part(r, 0), length);
+        for (int r = 0; is_root && r < ranks_; ++r)
+          keep(bytes_of(outputs[r]) + offset, r == rank_ ? bytes_of(input) + offset : part(r, 0), length);
       });
 }
 
-void Group::scatter(void* output, const void* input, const Call& call) {
+void Group::scatter(void* output, const void* const* inputs, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
   const bool is_root = rank_ == call.root;
   if (is_short(n * bytes)) {
-    exchange(call, input, is_root ? n * bytes : 0);
+    for (std::size_t r = 0; is_root && bytes > 0 && r < n; ++r) put(payload(rank_, n * bytes) + r * bytes, inputs[r], bytes);
+    publish(call);
+    meet(call, n * bytes);
     copy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
     return;
   }
@@ -108,10 +110,10 @@ void Group::scatter(void* output, const void* input, const Call& call) {
       call, {bytes, n},
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; is_root && r < n; ++r)
-          if (r != mine) put(part(rank_, r), bytes_of(input) + r * bytes + offset, length);
+          if (r != mine) put(part(rank_, r), bytes_of(inputs[r]) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
-        const unsigned char* from = is_root ? bytes_of(input) + mine * bytes + offset : part(call.root, mine);
+        const unsigned char* from = is_root ? bytes_of(inputs[mine]) + offset : part(call.root, mine);
         keep(bytes_of(output) + offset, from, length);
       });
 }

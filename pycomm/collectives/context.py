@@ -37,8 +37,9 @@ class NonMember:
     Every call with it raises ConfigError.
     """
 
-    fast_all_reduce = fast_broadcast = fast_all_gather_single = staticmethod(not_now)
-    fast_reduce_scatter_single = fast_barrier = staticmethod(not_now)
+    fast_all_reduce = fast_reduce = fast_reduce_scatter_single = fast_barrier = staticmethod(not_now)
+    fast_broadcast = fast_all_gather_single = fast_all_to_all_single = staticmethod(not_now)
+    fast_gather = fast_scatter = staticmethod(not_now)
     ranks: tuple[int, ...] = ()
     rank = -1
 

@@ -24,7 +24,7 @@ from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
 from .board import Recorder
-from .hooks import CollectiveRecord, make_record, not_now, observed
+from .hooks import SHORT_CUT_VERBS, CollectiveRecord, make_record, not_now, observed
 from .observed import Observed
 from .scope import Scope, Turn, Turns
 from .short_frames import short_cuts_by_frames
@@ -90,16 +90,22 @@ class Group(Observed):
         "_splits",
         "_turns",
         "_worker",
-        "fast_all_gather_single",
-        "fast_all_reduce",
-        "fast_barrier",
-        "fast_broadcast",
-        "fast_reduce_scatter_single",
+        *(f"fast_{verb}" for verb in SHORT_CUT_VERBS),
         "name",
         "orphans",
         "timeout_s",
         "transport",
     )
+
+    fast_all_gather_single: Callable[..., bool]
+    fast_all_reduce: Callable[..., bool]
+    fast_all_to_all_single: Callable[..., bool]
+    fast_barrier: Callable[..., bool]
+    fast_broadcast: Callable[..., bool]
+    fast_gather: Callable[..., bool]
+    fast_reduce: Callable[..., bool]
+    fast_reduce_scatter_single: Callable[..., bool]
+    fast_scatter: Callable[..., bool]
 
     def __init__(
         self,
@@ -361,12 +367,9 @@ class Group(Observed):
             if not fast and not self._hooks:  # which are told of the algorithm
                 fast = short_cuts_by_frames(self, self._recorder)
         if self._hooks:
-            fast = {verb: observed(verb, each, self._tell) for verb, each in fast.items()}
-        self.fast_all_reduce = fast.get("all_reduce", not_now)
-        self.fast_broadcast = fast.get("broadcast", not_now)
-        self.fast_all_gather_single = fast.get("all_gather_single", not_now)
-        self.fast_reduce_scatter_single = fast.get("reduce_scatter_single", not_now)
-        self.fast_barrier = fast.get("barrier", not_now)
+            fast = {verb: observed(verb, each, self._tell, self.world_size) for verb, each in fast.items()}
+        for verb in SHORT_CUT_VERBS:
+            setattr(self, f"fast_{verb}", fast.get(verb, not_now))
 
     # -- coalescing, see coalescing.py --------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compression_wire import CompressionReport
 
 __all__ = [
+    "SHORT_CUT_VERBS",
     "CollectiveRecord",
     "DataHook",
     "Hook",
@@ -67,7 +68,13 @@ _LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
     "all_gather_single": (0, None),
     "reduce_scatter_single": (1, 2),
     "barrier": (None, None),
+    "reduce": (0, 2),
+    "all_to_all_single": (0, None),
+    "gather": (0, None),
+    "scatter": (0, None),
 }
+SHORT_CUT_VERBS = tuple(_LARGEST_AND_OP)
+_OF_ONE_RANK = ("gather", "scatter")  # that argument is one rank's part of what they move
 
 
 def not_now(*_arguments: object) -> bool:
@@ -75,7 +82,7 @@ def not_now(*_arguments: object) -> bool:
     return False
 
 
-def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None]) -> Callable[..., bool]:
+def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None], world_size: int) -> Callable[..., bool]:
     """Returns the short cut ``fast`` with a stop watch: where it was taken, ``tell`` learns of it (see Group)."""
     largest, op = _LARGEST_AND_OP[verb]
 
@@ -85,6 +92,7 @@ def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None]) ->
             return False
         end_ns = time.perf_counter_ns()
         dtype, numel = (torch.uint8, 0) if largest is None else (arguments[largest].dtype, arguments[largest].numel())
+        numel *= world_size if verb in _OF_ONE_RANK else 1
         reduce_op = None
         if op is not None:  # the caller may have left it at its default
             reduce_op = ReduceOp(arguments[op]) if op < len(arguments) else ReduceOp.SUM

@@ -16,7 +16,7 @@ from ..types import ReduceOp
 from .context import CallOptions, OpLike, parse_op, parse_options, resolve, root_rank
 from .group import Call, Group
 from .tensors import Flat, as_tensor, check_disjoint, check_in_place, flatten, joined
-from .verbs import check_op
+from .verbs import check_op, is_plain, with_short_cut
 from .work import Work
 
 __all__ = ["all_gather", "all_to_all", "gather", "reduce_scatter", "scatter"]
@@ -123,6 +123,7 @@ def all_to_all(
     return g.run(Call("all_to_all", [collective], [out.finish], *parsed, result=output_tensor_list), async_op)
 
 
+@with_short_cut("fast_gather", takes_group=False)
 def gather(
     tensor: Any,
     gather_list: Sequence[Any] | None = None,
@@ -136,6 +137,8 @@ def gather(
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("gather"):
         root = root_rank(g, dst, group_dst, "dst", default=0)
+        if is_plain(async_op, parsed) and g.fast_gather(tensor, gather_list, root):
+            return None
         own = as_tensor(tensor, "tensor", writes=False)
         flat = flatten(own, reads=True, writes=False, devices=g.transport.devices)
         out = Flat(flat.tensor)
@@ -150,6 +153,7 @@ def gather(
     return g.run(Call("gather", [collective], [out.finish], *parsed, result=gather_list), async_op)
 
 
+@with_short_cut("fast_scatter", takes_group=False)
 def scatter(
     tensor: Any,
     scatter_list: Sequence[Any] | None = None,
@@ -163,6 +167,8 @@ def scatter(
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("scatter"):
         root = root_rank(g, src, group_src, "src", default=0)
+        if is_plain(async_op, parsed) and g.fast_scatter(tensor, scatter_list, root):
+            return None
         own = as_tensor(tensor, "tensor", writes=True)
         out = flatten(own, reads=False, writes=True, devices=g.transport.devices)
         flat: Flat | None = None

@@ -49,7 +49,7 @@ _PLAIN = Options()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _with_short_cut(name: str, takes_group: bool = True) -> Callable[[_Function], _Function]:
+def with_short_cut(name: str, takes_group: bool = True) -> Callable[[_Function], _Function]:
     """Puts the group's short cut ``name`` in front of a verb: a native object that calls the one, or the other."""
 
     def decorate(function: _Function) -> _Function:
@@ -62,7 +62,7 @@ def _with_short_cut(name: str, takes_group: bool = True) -> Callable[[_Function]
     return decorate
 
 
-@_with_short_cut("fast_all_reduce")
+@with_short_cut("fast_all_reduce")
 def all_reduce(
     tensor: Any, op: OpLike = ReduceOp.SUM, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Work | None:
@@ -81,7 +81,7 @@ def all_reduce_mean(
 
 
 # Of a named group the short cut wants the root's rank in it, so only the default group has one.
-@_with_short_cut("fast_broadcast", takes_group=False)
+@with_short_cut("fast_broadcast", takes_group=False)
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -94,7 +94,7 @@ def broadcast(
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("broadcast"):
         root = root_rank(g, src, group_src, "src")
-        if _is_plain(async_op, parsed) and g.fast_broadcast(tensor, root):
+        if is_plain(async_op, parsed) and g.fast_broadcast(tensor, root):
             return None
         is_root = g.rank == root
         t = as_tensor(tensor, "tensor", writes=not is_root)
@@ -103,6 +103,7 @@ def broadcast(
     return g.run(Call("broadcast", [collective], [flat.finish], *parsed, result=tensor), async_op)
 
 
+@with_short_cut("fast_reduce", takes_group=False)
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -117,6 +118,8 @@ def reduce(
     with g.scope("reduce"):
         root = root_rank(g, dst, group_dst, "dst")
         reduce_op, factor = parse_op(op)
+        if is_plain(async_op, parsed, reduce_op) and g.fast_reduce(tensor, root, reduce_op):
+            return None
         is_root = g.rank == root
         t = as_tensor(tensor, "tensor", writes=is_root)
         check_op(t.dtype, reduce_op)
@@ -126,7 +129,7 @@ def reduce(
     return g.run(Call("reduce", [collective], [flat.finish], *parsed, result=tensor), async_op)
 
 
-@_with_short_cut("fast_all_gather_single")
+@with_short_cut("fast_all_gather_single")
 def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Work | None:
@@ -136,7 +139,7 @@ def all_gather_single(
     """
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("all_gather_single"):
-        if _is_plain(async_op, parsed) and g.fast_all_gather_single(output_tensor, input_tensor):
+        if is_plain(async_op, parsed) and g.fast_all_gather_single(output_tensor, input_tensor):
             return None
         output, input_ = _pair(g, output_tensor, input_tensor, whole="output_tensor", part="input_tensor")
         out = flatten(output, reads=False, writes=True, devices=g.transport.devices)
@@ -145,7 +148,7 @@ def all_gather_single(
     return g.run(Call("all_gather_single", [collective], [out.finish], *parsed, result=output_tensor), async_op)
 
 
-@_with_short_cut("fast_reduce_scatter_single")
+@with_short_cut("fast_reduce_scatter_single")
 def reduce_scatter_single(
     output: Any,
     input: Any,
@@ -161,7 +164,7 @@ def reduce_scatter_single(
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("reduce_scatter_single"):
         reduce_op, factor = parse_op(op)
-        if _is_plain(async_op, parsed, reduce_op) and g.fast_reduce_scatter_single(output, input, reduce_op):
+        if is_plain(async_op, parsed, reduce_op) and g.fast_reduce_scatter_single(output, input, reduce_op):
             return None
         part, whole = _pair(g, output, input, whole="input", part="output")
         check_op(whole.dtype, reduce_op)
@@ -173,6 +176,7 @@ def reduce_scatter_single(
     return g.run(Call("reduce_scatter_single", [collective], [out.finish], *parsed, result=output), async_op)
 
 
+@with_short_cut("fast_all_to_all_single")
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -188,6 +192,9 @@ def all_to_all_single(
     """
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("all_to_all_single"):
+        is_even = not output_split_sizes and not input_split_sizes
+        if is_even and is_plain(async_op, parsed) and g.fast_all_to_all_single(output, input):
+            return None
         out_tensor = as_tensor(output, "output", writes=True)
         in_tensor = as_tensor(input, "input", writes=False)
         _check_same_dtype([("output", out_tensor), ("input", in_tensor)])
@@ -211,13 +218,13 @@ def all_to_all_single(
     return g.run(Call("all_to_all_single", [collective], [out.finish], *parsed, result=output), async_op)
 
 
-@_with_short_cut("fast_barrier")
+@with_short_cut("fast_barrier")
 def barrier(
     group: Any = None, async_op: bool = False, device_ids: Any = None, **options: Unpack[CallOptions]
 ) -> Work | None:
     """Returns once every rank of the group has called it. ``device_ids`` is taken for torch's sake and not used."""
     g, parsed = resolve(group), parse_options(**options)
-    if _is_plain(async_op, parsed) and g.fast_barrier():
+    if is_plain(async_op, parsed) and g.fast_barrier():
         return None
     return g.run(Call("barrier", [Collective(verb="barrier")], (), *parsed), async_op)
 
@@ -230,7 +237,7 @@ reduce_scatter_tensor = reduce_scatter_single
 def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Options) -> Work | None:
     with g.scope("all_reduce"):
         reduce_op, factor = parse_op(op)
-        if _is_plain(async_op, options, reduce_op) and g.fast_all_reduce(tensor, reduce_op):
+        if is_plain(async_op, options, reduce_op) and g.fast_all_reduce(tensor, reduce_op):
             return None
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
             check_op(tensor.dtype, reduce_op)
@@ -277,7 +284,7 @@ def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
         raise ConfigError(f"op {op.name} is not defined on {dtype}; cast the tensor, or choose another op")
 
 
-def _is_plain(async_op: bool, options: Options, op: ReduceOp | None = None) -> bool:
+def is_plain(async_op: bool, options: Options, op: ReduceOp | None = None) -> bool:
     """Whether a transport's short cut may serve: it has no place for options or a factor."""
     return not async_op and options == _PLAIN and op is not ReduceOp.PREMUL_SUM
 

@@ -65,9 +65,13 @@ void moves(int rank, Group& world, std::size_t numel) {
   world.all_gather(apart.data(), input.data(), call);
   expect(apart == rows, named("all_gather into rows", rank, numel));
   gathered.assign(n * numel, 0);
-  world.gather(rank == root ? gathered.data() : nullptr, input.data(), call_of(Verb::kGather, numel, root));
+  std::vector<void*> blocks;
+  for (std::size_t r = 0; rank == root && r < n; ++r) blocks.push_back(gathered.data() + r * numel);
+  world.gather(blocks.data(), input.data(), call_of(Verb::kGather, numel, root));
   expect(gathered == (rank == root ? all : std::vector<float>(n * numel)), named("gather", rank, numel));
-  world.scatter(output.data(), rank == root ? wide.data() : nullptr, call_of(Verb::kScatter, numel, root));
+  std::vector<const void*> parts;
+  for (std::size_t r = 0; rank == root && r < n; ++r) parts.push_back(wide.data() + r * numel);
+  world.scatter(output.data(), parts.data(), call_of(Verb::kScatter, numel, root));
   expect(output == std::vector<float>(wide.begin() + static_cast<long>(mine), wide.begin() + static_cast<long>(mine + numel)),
          named("scatter", rank, numel));
 }

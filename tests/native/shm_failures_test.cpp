@@ -20,6 +20,8 @@ constexpr int kCalls = 18;
 void call(Group& group, int which) {
   const std::size_t n = static_cast<std::size_t>(group.ranks()), numel = which % 2 == 0 ? 3 : 60'000;
   std::vector<float> input(n * numel, 1.0f), output(n * numel);
+  std::vector<void*> blocks;
+  for (std::size_t r = 0; r < n; ++r) blocks.push_back(output.data() + r * numel);
   std::vector<std::size_t> splits(n, numel);
   switch (which / 2) {
     case 0: return group.barrier(0);
@@ -28,8 +30,8 @@ void call(Group& group, int which) {
     case 3: return group.reduce_scatter(output.data(), input.data(), call_of(Verb::kReduceScatter, numel));
     case 4: return group.broadcast(output.data(), call_of(Verb::kBroadcast, numel));
     case 5: return group.all_gather(output.data(), input.data(), call_of(Verb::kAllGather, numel));
-    case 6: return group.gather(output.data(), input.data(), call_of(Verb::kGather, numel));
-    case 7: return group.scatter(output.data(), input.data(), call_of(Verb::kScatter, numel));
+    case 6: return group.gather(blocks.data(), input.data(), call_of(Verb::kGather, numel));
+    case 7: return group.scatter(input.data(), blocks.data(), call_of(Verb::kScatter, numel));
     default: return group.all_to_all(output.data(), input.data(), splits.data(), splits.data(), call_of(Verb::kAllToAll, 0));
   }
 }

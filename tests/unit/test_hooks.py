@@ -13,7 +13,17 @@ from pycomm import ConfigError, ReduceOp
 from pycomm.collectives.hooks import not_now
 from pycomm.transport.local import LocalTransport, LocalWorld
 
-FAST = {"all_reduce": 2, "broadcast": 2, "all_gather_single": 2, "reduce_scatter_single": 3, "barrier": 0}  # arguments
+FAST = {  # how many arguments they take
+    "all_reduce": 2,
+    "broadcast": 2,
+    "all_gather_single": 2,
+    "reduce_scatter_single": 3,
+    "barrier": 0,
+    "reduce": 3,
+    "all_to_all_single": 2,
+    "gather": 3,
+    "scatter": 3,
+}
 
 
 class Counting(LocalTransport):
@@ -28,7 +38,7 @@ class Counting(LocalTransport):
     def short_cut(self, verb: str) -> Callable[..., bool]:
         def fast(*arguments: Any) -> bool:
             tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-            others = [each for each in arguments if not isinstance(each, torch.Tensor)]
+            others = [each for each in arguments if not isinstance(each, (torch.Tensor, list))]
             is_ordinary = len(arguments) <= FAST[verb] and all(isinstance(each, int) for each in others)
             is_ordinary = is_ordinary and all(each.is_contiguous() for each in tensors)
             if is_ordinary:
@@ -45,6 +55,10 @@ def ordinary_calls(group: Any) -> None:
     pycomm.all_gather_single(t.clone(), t, group)
     pycomm.reduce_scatter_single(t.clone(), t, ReduceOp.MAX, group)
     pycomm.barrier(group)
+    pycomm.reduce(t, 0, ReduceOp.MIN, group)
+    pycomm.all_to_all_single(t.clone(), t, group=group)
+    pycomm.gather(t, [t.clone()], 0, group)
+    pycomm.scatter(t, [t.clone()], 0, group)
 
 
 @pytest.mark.parametrize("by_default", [True, False])
@@ -55,7 +69,7 @@ def test_ordinary_calls_take_the_short_cut(by_default: bool) -> None:
         assert transport.taken == list(FAST)
         # torch's operator is translated first.
         pycomm.all_reduce(torch.ones(3), torch.distributed.ReduceOp.SUM)
-        assert len(transport.taken) == 6
+        assert len(transport.taken) == len(FAST) + 1
 
 
 def test_other_calls_do_not() -> None:
@@ -99,6 +113,10 @@ def test_hooks_learn_of_short_cuts() -> None:
         ("all_gather_single", None, "float32", 24, "native"),
         ("reduce_scatter_single", "MAX", "float32", 24, "native"),
         ("barrier", None, "uint8", 0, "native"),
+        ("reduce", "MIN", "float32", 24, "native"),
+        ("all_to_all_single", None, "float32", 24, "native"),
+        ("gather", None, "float32", 24, "native"),
+        ("scatter", None, "float32", 24, "native"),
         ("all_reduce", "SUM", "float64", 24, "direct"),
     ]
-    assert [r.seq for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r.seq for r in records] == list(range(1, len(FAST) + 2))
