@@ -87,7 +87,7 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
   }
   const bool is_streamed = output != input && streams_output(bytes);  // in place the lines have just been read
   in_windows(
-      call, {bytes, 1, has_met, is_streamed},
+      call, {bytes, 1, has_met, /*is_long=*/false, is_streamed},
       [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), input + offset, length); },
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
@@ -171,7 +171,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
     }
   }
   in_windows(
-      call, {bytes, n, has_met, is_streamed},
+      call, {bytes, n, has_met, is_long(n * bytes), is_streamed},
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != mine) put(part(rank_, r), row(r) + offset, length);

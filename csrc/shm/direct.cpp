@@ -23,11 +23,10 @@ Group::Source Group::source_of(const void* data) {
   return {reinterpret_cast<std::uint64_t>(data), reinterpret_cast<std::uint64_t>(&witness()), witness()};
 }
 
-bool Group::read_memory(int rank, void* to, std::size_t bytes) const {
-  const auto source = told<Source>(rank);
+bool Group::read_memory(int rank, const Source& source, std::size_t offset, void* to, std::size_t bytes) const {
   std::uint64_t seen = 0;
   const struct iovec local[] = {{to, bytes}, {&seen, sizeof seen}};
-  const struct iovec remote[] = {{reinterpret_cast<void*>(source.address), bytes},
+  const struct iovec remote[] = {{reinterpret_cast<void*>(source.address + offset), bytes},
                                  {reinterpret_cast<void*>(source.witness_address), sizeof seen}};
   const ssize_t read = process_vm_readv(setup_.pids[rank], local, 2, remote, 2, 0);
   return read == static_cast<ssize_t>(bytes + sizeof seen) && seen == source.witness;

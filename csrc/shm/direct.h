@@ -31,12 +31,10 @@ bool Group::read_by_all(const char* verb, Read read) {
 }
 
 template <class Read, class Stage>
-void Group::move_directly(const Call& call, Way& way, const void* source, Read read, Stage stage) {
+void Group::move_directly(const Call& call, Way& way, std::size_t bytes, Read read, Stage stage) {
   const char* const verb = verb_name(call.verb);
-  publish(call, source_of(source));
-  meet(call);
   if (!read_by_all(verb, read)) return stage();
-  if (way == Way::kDirect) return account(call.numel * item_bytes(call.dtype), verb);
+  if (way == Way::kDirect) return account(bytes, verb);
   std::int64_t best_ns[] = {INT64_MAX, INT64_MAX};
   for (int trial = 0; trial < kDirectTrials; ++trial) {
     for (const bool is_direct : {false, true}) {

@@ -143,7 +143,7 @@ class Group {
     bool are_shared() const { return input != 0 && output != 0; }
   };
 
-  struct Source {  // where in this process others may read what this rank sends; travels there, too
+  struct Source {  // where in this process others may read what this rank sends; travels there, or in the payload behind it
     std::uint64_t address, witness_address, witness;
   };
   // How messages of middle length move, by verb; [Note: direct reads].
@@ -202,18 +202,20 @@ class Group {
   struct Load {
     std::size_t total, parts = 1;
     bool has_met = false;      // the ranks have compared their headers, and filled nothing before
-    bool is_streamed = false;  // `use` writes past the caches
+    bool is_long = false;      // its results leave the caches; as the numbers above the same on every rank
+    bool is_streamed = false;  // this rank's `use` writes past the caches
   };
   template <class Fill, class Use>
   void in_windows(const Call& call, const Load& load, Fill fill, Use use);
-  // Messages that may be read where they lie: `read()` says whether it could, `stage()` moves them in windows, after a meeting.
+  // Messages that may be read where they lie, once the ranks have met and told where: `read()` says whether it could, `stage()`
+  // moves them in windows.
   bool may_go_directly(const Way& way) const { return way != Way::kStaged && !is_refused_ && !take_turns(); }
   template <class Read, class Stage>
-  void move_directly(const Call& call, Way& way, const void* source, Read read, Stage stage);
+  void move_directly(const Call& call, Way& way, std::size_t bytes, Read read, Stage stage);
   template <class Read>
   bool read_by_all(const char* verb, Read read);
   static Source source_of(const void* data);
-  bool read_memory(int rank, void* to, std::size_t bytes) const;
+  bool read_memory(int rank, const Source& source, std::size_t offset, void* to, std::size_t bytes) const;
   void all_reduce_in_slots(void* output, const Call& call);
   void all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine);
   void all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
@@ -253,7 +255,7 @@ class Group {
   std::vector<void*> outputs_;
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   bool has_ring_ = false;
-  Way broadcast_way_ = Way::kUntried, gather_way_ = Way::kUntried;
+  Way broadcast_way_ = Way::kUntried, exchange_way_ = Way::kUntried;
   bool is_refused_ = false;  // a rank could not read another's memory
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead

@@ -1,5 +1,7 @@
 // The collectives that move and do not reduce, over shared memory. group.h has the notes that they rest on.
 #include <algorithm>
+#include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "direct.h"
@@ -11,7 +13,7 @@ namespace {
 // Where messages are read where they lie, on two ranks of Sapphire Rapids: 16 KiB in 0.84 of the time, 64 KiB in 0.7, 256 KiB in
 // 1.0 to 1.4; in an all_gather, of each rank, 32 KiB in 0.97, 512 KiB in 0.87, 2 MiB in 1.6.
 constexpr std::size_t kDirectBroadcastFrom = 12u << 10, kDirectBroadcastTo = 128u << 10;
-constexpr std::size_t kDirectGatherFrom = 32u << 10, kDirectGatherTo = 1u << 20;
+constexpr std::size_t kDirectFrom = 32u << 10, kDirectTo = 1u << 20;
 
 }  // namespace
 
@@ -27,7 +29,7 @@ void Group::broadcast(void* data, const Call& call) {
   const bool is_streamed = streams_output(bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
-        call, {bytes, 1, has_met, is_streamed},
+        call, {bytes, 1, has_met, is_long(bytes), is_streamed},
         [&](auto part, std::size_t offset, std::size_t length) {
           if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
         },
@@ -36,8 +38,10 @@ void Group::broadcast(void* data, const Call& call) {
         });
   };
   if (bytes < kDirectBroadcastFrom || bytes > kDirectBroadcastTo || !may_go_directly(broadcast_way_)) return stage(false);
-  const auto read = [&] { return is_root || read_memory(call.root, data, bytes); };
-  move_directly(call, broadcast_way_, data, read, [&] { stage(true); });
+  publish(call, source_of(data));
+  meet(call);
+  const auto read = [&] { return is_root || read_memory(call.root, told<Source>(call.root), 0, data, bytes); };
+  move_directly(call, broadcast_way_, bytes, read, [&] { stage(true); });
 }
 
 void Group::all_gather(void* output, const void* input, const Call& call) {
@@ -52,7 +56,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   const bool is_streamed = streams_output(n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
-        call, {bytes, 1, has_met, is_streamed},
+        call, {bytes, 1, has_met, is_long(n * bytes), is_streamed},
         [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), bytes_of(input) + offset, length); },
         [&](auto part, std::size_t offset, std::size_t length) {
           for (int r = 0; r < ranks_; ++r) {
@@ -61,17 +65,19 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
           }
         });
   };
-  if (bytes < kDirectGatherFrom || bytes > kDirectGatherTo || !may_go_directly(gather_way_)) return stage(false);
+  if (bytes < kDirectFrom || bytes > kDirectTo || !may_go_directly(exchange_way_)) return stage(false);
+  publish(call, source_of(input));
+  meet(call);
   const auto read = [&] {
     if (block(rank_) != input) copy(block(rank_), input, bytes);
     bool could = true;
     for (int i = 1; i < ranks_ && could; ++i) {  // each begins with another one
       const int r = (rank_ + i) % ranks_;
-      could = read_memory(r, block(r), bytes);
+      could = read_memory(r, told<Source>(r), 0, block(r), bytes);
     }
     return could;
   };
-  move_directly(call, gather_way_, input, read, [&] { stage(true); });
+  move_directly(call, exchange_way_, n * bytes, read, [&] { stage(true); });
 }
 
 void Group::gather(void* const* outputs, const void* input, const Call& call) {
@@ -83,14 +89,16 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
     for (int r = 0; is_root && r < ranks_; ++r) copy(outputs[r], payload(r, bytes), bytes);
     return;
   }
+  const std::size_t whole = static_cast<std::size_t>(ranks_) * bytes;
+  const bool is_streamed = streams_output(whole);
   in_windows(
-      call, {bytes},
+      call, {bytes, 1, /*has_met=*/false, is_long(whole), is_streamed},
       [&](auto part, std::size_t offset, std::size_t length) {
         if (!is_root) put(part(rank_, 0), bytes_of(input) + offset, length);
       },
       [&](auto part, std::size_t offset, std::size_t length) {
         for (int r = 0; is_root && r < ranks_; ++r)
-          keep(bytes_of(outputs[r]) + offset, r == rank_ ? bytes_of(input) + offset : part(r, 0), length);
+          keep(bytes_of(outputs[r]) + offset, r == rank_ ? bytes_of(input) + offset : part(r, 0), length, is_streamed);
       });
 }
 
@@ -129,34 +137,56 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
   }
   // First every rank tells what it sends to each other one and what it expects from each: so the ranks know how long it
   // takes, and ranks that disagree find out before anything is written.
-  std::vector<std::size_t> table(input_splits, input_splits + n);
-  table.insert(table.end(), output_splits, output_splits + n);
-  const std::size_t table_bytes = 2 * n * sizeof(std::size_t);
-  exchange(call, table.data(), table_bytes);
+  std::vector<std::size_t> mine(2 * n + sizeof(Source) / sizeof(std::size_t));
+  std::copy_n(input_splits, n, mine.begin());
+  std::copy_n(output_splits, n, mine.begin() + static_cast<std::ptrdiff_t>(n));
+  const Source source = source_of(input);
+  std::memcpy(&mine[2 * n], &source, sizeof source);
+  const std::size_t table_bytes = mine.size() * sizeof(std::size_t);
+  exchange(call, mine.data(), table_bytes);
+  const auto table = [&](std::size_t r) { return reinterpret_cast<const std::size_t*>(payload(static_cast<int>(r), table_bytes)); };
   std::size_t longest = 0;
   for (std::size_t i = 0; i < n; ++i) {
     for (std::size_t j = 0; j < n; ++j) {
-      const std::size_t sends = reinterpret_cast<const std::size_t*>(payload(static_cast<int>(i), table_bytes))[j];
-      const std::size_t expects = reinterpret_cast<const std::size_t*>(payload(static_cast<int>(j), table_bytes))[n + i];
+      const std::size_t sends = table(i)[j], expects = table(j)[n + i];
       if (sends != expects) report_splits(call, i, j, sends, expects);
       longest = std::max(longest, sends * item);
     }
   }
-  copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item);
+  const auto copy_own = [&] { copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item); };
   const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
     return offset < bytes ? std::min(length, bytes - offset) : 0;
   };
-  in_windows(
-      call, {longest, n, /*has_met=*/true},
-      [&](auto part, std::size_t offset, std::size_t length) {
-        for (std::size_t r = 0; r < n; ++r)
-          if (r != me) put(part(rank_, r), bytes_of(input) + sent[r] + offset, piece_of(sent[r + 1] - sent[r], offset, length));
-      },
-      [&](auto part, std::size_t offset, std::size_t length) {
-        for (std::size_t r = 0; r < n; ++r)
-          if (r != me)
-            keep(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length));
-      });
+  const bool is_streamed = streams_output(n * longest);
+  const auto stage = [&] {
+    copy_own();
+    in_windows(
+        call, {longest, n, /*has_met=*/true, is_long(n * longest), is_streamed},
+        [&](auto part, std::size_t offset, std::size_t length) {
+          for (std::size_t r = 0; r < n; ++r)
+            if (r != me) put(part(rank_, r), bytes_of(input) + sent[r] + offset, piece_of(sent[r + 1] - sent[r], offset, length));
+        },
+        [&](auto part, std::size_t offset, std::size_t length) {
+          for (std::size_t r = 0; r < n; ++r)
+            if (r != me)
+              keep(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length),
+                   is_streamed);
+        });
+  };
+  if (longest < kDirectFrom || longest > kDirectTo || !may_go_directly(exchange_way_)) return stage();
+  const auto read = [&] {
+    copy_own();
+    bool could = true;
+    for (std::size_t i = 1; i < n && could; ++i) {
+      const std::size_t r = (me + i) % n;
+      const std::size_t offset = std::accumulate(table(r), table(r) + me, std::size_t{0}) * item;
+      Source its;
+      std::memcpy(&its, table(r) + 2 * n, sizeof its);
+      could = read_memory(static_cast<int>(r), its, offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
+    }
+    return could;
+  };
+  move_directly(call, exchange_way_, n * longest, read, stage);
 }
 
 }  // namespace pycomm::shm

@@ -10,9 +10,9 @@
 
 namespace pycomm::shm {
 
-inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kStreamedPieces = 2;  // to a window, where every rank has a core
+inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kLongPieces = 2;  // to a window, where every rank has a core
 inline constexpr std::size_t kLeastPiece = 2048, kLeastPieces = 8;  // a short message from one root: it is read while the rest is written
-inline constexpr std::size_t kStreamOutputFrom = 4u << 20;  // a result that long leaves the caches anyway
+inline constexpr std::size_t kLongFrom = 4u << 20;  // a result of so many bytes leaves the caches anyway
 
 inline unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
 inline const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
@@ -22,8 +22,9 @@ inline void copy(void* to, const void* from, std::size_t bytes) {
   if (bytes > 0) std::memmove(to, from, bytes);
 }
 
-// Whether a result of `bytes` is to be written past the caches.
-inline bool streams_output(std::size_t bytes) { return bytes >= kStreamOutputFrom && memory_prefers_streams(); }
+inline bool is_long(std::size_t bytes) { return bytes >= kLongFrom; }
+// Whether a result of `bytes` is to be written past the caches. Each rank has tried that for itself, and need not agree.
+inline bool streams_output(std::size_t bytes) { return is_long(bytes) && memory_prefers_streams(); }
 
 // Copies what others have staged to where only its owner reads it.
 inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
@@ -38,7 +39,7 @@ void Group::in_windows(const Call& call, const Load& load, Fill fill, Use use) {
   const char* const verb = verb_name(call.verb);
   // From one root to the others, or to it, small pieces, so that the root is soon read, or soon reads; where a piece costs switches
   // between ranks that share a core, or its results leave the caches and a fence waits for that, large ones.
-  const std::size_t pieces = take_turns() ? 1 : load.is_streamed ? kStreamedPieces : has_root(call.verb) ? kRootedPieces : kPieces;
+  const std::size_t pieces = take_turns() ? 1 : load.is_long ? kLongPieces : has_root(call.verb) ? kRootedPieces : kPieces;
   std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
   if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(kLeastPiece, load.total / kLeastPieces / kLine * kLine));
   const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains

@@ -278,6 +278,19 @@ def test_where_a_rank_may_not_read_the_others_memory_all_messages_go_through_sha
     run_ranks(3, move_with_one_who_may_not_read)
 
 
+def scatter_in_place_on_one(rank: int) -> None:
+    numel = 3_000_001
+    for _ in range(3):
+        whole = torch.arange(2.0 * numel) % 1000 + rank
+        part = whole[rank * numel :][:numel] if rank == 0 else torch.empty(numel)
+        pycomm.reduce_scatter_tensor(part, whole)
+        assert torch.equal(part, torch.arange(2.0 * numel)[rank * numel :][:numel] % 1000 * 2 + 1)
+
+
+def test_long_results_written_in_place_by_one_rank_and_not_by_the_other() -> None:
+    run_ranks(2, scatter_in_place_on_one)
+
+
 def reuse_heap(rank: int) -> None:
     addresses = set()
     for _ in range(200):

@@ -145,6 +145,21 @@ void operators(int rank, Group& world) {
   }
 }
 
+// Results that leave the caches, which one rank writes in place, and so not past them.
+void long_results(int rank, Group& world) {
+  const std::size_t n = static_cast<std::size_t>(world.ranks()), numel = 600'001, mine = static_cast<std::size_t>(rank) * numel;
+  std::vector<float> wide = input_of(rank, n * numel), whole(n * numel), part(numel);
+  float* const kept = rank == 0 ? wide.data() + mine : part.data();
+  world.reduce_scatter(kept, wide.data(), call_of(Verb::kReduceScatter, numel));
+  const std::vector<float> sum = sum_of(world.ranks(), numel, mine);
+  expect(std::equal(sum.begin(), sum.end(), kept), named("reduce_scatter in place on one rank", rank, numel));
+  wide = input_of(rank, n * numel);
+  float* const reduced = rank == 0 ? wide.data() : whole.data();
+  world.all_reduce(reduced, wide.data(), call_of(Verb::kAllReduce, n * numel));
+  const std::vector<float> sums = sum_of(world.ranks(), n * numel);
+  expect(std::equal(sums.begin(), sums.end(), reduced), named("all_reduce in place on one rank", rank, n * numel));
+}
+
 // Small calls, with a pause now and then, so that some waits spin, some yield and some sleep.
 void barriers(int rank, Group& world) {
   for (int i = 0; i < 300; ++i) {
@@ -173,6 +188,7 @@ void test_collectives() {
         shared_buffers(rank, group, *host.heaps[rank], numel);
       }
       operators(rank, group);
+      long_results(rank, group);
       barriers(rank, group);
     });
   }
