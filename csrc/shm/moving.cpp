@@ -137,16 +137,19 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
   }
   // First every rank tells what it sends to each other one and what it expects from each: so the ranks know how long it
   // takes, and ranks that disagree find out before anything is written.
-  std::vector<std::size_t> mine(2 * n + sizeof(Source) / sizeof(std::size_t));
-  std::copy_n(input_splits, n, mine.begin());
-  std::copy_n(output_splits, n, mine.begin() + static_cast<std::ptrdiff_t>(n));
-  const Source source = source_of(input);
-  std::memcpy(&mine[2 * n], &source, sizeof source);
+  std::vector<std::size_t> mine(input_splits, input_splits + n);
+  mine.insert(mine.end(), output_splits, output_splits + n);
   const std::size_t table_bytes = mine.size() * sizeof(std::size_t);
-  exchange(call, mine.data(), table_bytes);
   const auto table = [&](std::size_t r) { return reinterpret_cast<const std::size_t*>(payload(static_cast<int>(r), table_bytes)); };
-  std::size_t longest = 0;
+  // Behind it, on a line that is read only if all ranks have written theirs: where its input lies.
+  const auto source = [&](std::size_t r) {
+    return reinterpret_cast<Source*>(line(static_cast<int>(r)) + sizeof(Header) + round_up(table_bytes, kLine));
+  };
+  if (*std::max_element(input_splits, input_splits + n) * item >= kDirectFrom) *source(me) = source_of(input);
+  exchange(call, mine.data(), table_bytes);
+  std::size_t longest = 0, least = SIZE_MAX;
   for (std::size_t i = 0; i < n; ++i) {
+    least = std::min(least, *std::max_element(table(i), table(i) + n) * item);
     for (std::size_t j = 0; j < n; ++j) {
       const std::size_t sends = table(i)[j], expects = table(j)[n + i];
       if (sends != expects) report_splits(call, i, j, sends, expects);
@@ -173,16 +176,14 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
                    is_streamed);
         });
   };
-  if (longest < kDirectFrom || longest > kDirectTo || !may_go_directly(exchange_way_)) return stage();
+  if (least < kDirectFrom || longest > kDirectTo || !may_go_directly(exchange_way_)) return stage();
   const auto read = [&] {
     copy_own();
     bool could = true;
     for (std::size_t i = 1; i < n && could; ++i) {
       const std::size_t r = (me + i) % n;
       const std::size_t offset = std::accumulate(table(r), table(r) + me, std::size_t{0}) * item;
-      Source its;
-      std::memcpy(&its, table(r) + 2 * n, sizeof its);
-      could = read_memory(static_cast<int>(r), its, offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
+      could = read_memory(static_cast<int>(r), *source(r), offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
     }
     return could;
   };

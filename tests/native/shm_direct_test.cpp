@@ -42,7 +42,7 @@ namespace {
 constexpr std::size_t kNumel = 20'000;
 constexpr int kTries = 100;
 
-void move_both(int rank, Group& world, const std::string& what) {
+void move_all(int rank, Group& world, const std::string& what) {
   std::vector<float> data = input_of(rank, kNumel), all;
   world.broadcast(data.data(), call_of(Verb::kBroadcast, kNumel, 1));
   expect(data == input_of(1, kNumel), "broadcast, " + what);
@@ -53,13 +53,24 @@ void move_both(int rank, Group& world, const std::string& what) {
     all.insert(all.end(), its.begin(), its.end());
   }
   expect(gathered == all, "all_gather, " + what);
+  std::vector<std::size_t> sends, takes;  // uneven
+  std::vector<float> input, expected;
+  for (int r = 0; r < world.ranks(); ++r) {
+    sends.push_back(kNumel + static_cast<std::size_t>(10 * rank + r));
+    takes.push_back(kNumel + static_cast<std::size_t>(10 * r + rank));
+    for (std::size_t i = 0; i < sends.back(); ++i) input.push_back(value(rank, i + static_cast<std::size_t>(r)));
+    for (std::size_t i = 0; i < takes.back(); ++i) expected.push_back(value(r, i + static_cast<std::size_t>(rank)));
+  }
+  std::vector<float> output(expected.size());
+  world.all_to_all(output.data(), input.data(), takes.data(), sends.data(), call_of(Verb::kAllToAll, 0));
+  expect(output == expected, "all_to_all, " + what);
 }
 
 void read_directly() {
   Host host(3);
   reads = 0;
   run("direct", host, [](int rank, Group& world) {
-    for (int i = 0; i < 3; ++i) move_both(rank, world, "read directly, and in trials by both ways");
+    for (int i = 0; i < 3; ++i) move_all(rank, world, "read directly, and in trials by both ways");
   });
   const int a_broadcast = 2, a_gathering = 3 * 2, trials = 1 + kDirectTrials * kDirectRepeats;
   expect(reads >= trials * (a_broadcast + a_gathering), "every rank has read every other one");
@@ -71,7 +82,7 @@ void be_refused(bool& refusal_of_this_thread(), const std::string& what) {
   reads = 0;
   run(what, host, [&](int rank, Group& world) {
     refusal_of_this_thread() = rank == 2;
-    for (int i = 0; i < 3; ++i) move_both(rank, world, what);
+    for (int i = 0; i < 3; ++i) move_all(rank, world, what);
     refusal_of_this_thread() = false;
   });
   expect(reads == 2, what + ": only the first broadcast was tried");
