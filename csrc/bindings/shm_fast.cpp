@@ -87,26 +87,34 @@ bool overlap(const Flat& a, const Flat& b) {
   return a_start < b_start + b.bytes() && b_start < a_start + a.bytes();
 }
 
+// The memory of a list's tensors, which live as long as this does: another thread may change the list meanwhile.
+struct Blocks {
+  std::vector<void*> data;
+  pybind11::object tensors;
+};
+
 // A list of one tensor a rank, each like `own` and apart from it, but for this rank's, which may be `own` itself; with
 // `are_apart` from each other, too.
-bool read_list(const Cut& cut, PyObject* object, const Flat& own, bool are_apart, std::vector<void*>& blocks) {
+bool read_list(const Cut& cut, PyObject* object, const Flat& own, bool are_apart, Blocks& blocks) {
   if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
   const int ranks = cut.group->ranks();
-  if (PySequence_Fast_GET_SIZE(object) != ranks) return false;
+  blocks.tensors = pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(object));
+  if (!blocks.tensors) PyErr_Clear();
+  if (!blocks.tensors || PyTuple_GET_SIZE(blocks.tensors.ptr()) != ranks) return false;
   std::vector<Flat> flats(static_cast<std::size_t>(ranks));
   for (int r = 0; r < ranks; ++r) {
     Flat& flat = flats[static_cast<std::size_t>(r)];
-    if (!cut.tensors.read(PySequence_Fast_GET_ITEM(object, r), flat) || flat.dtype != own.dtype || flat.numel != own.numel) return false;
+    if (!cut.tensors.read(PyTuple_GET_ITEM(blocks.tensors.ptr(), r), flat) || flat.dtype != own.dtype || flat.numel != own.numel) return false;
     if (overlap(flat, own) && (r != cut.group->rank() || flat.data != own.data)) return false;
     for (int other = 0; are_apart && other < r; ++other)
       if (overlap(flat, flats[static_cast<std::size_t>(other)])) return false;
-    blocks.push_back(flat.data);
+    blocks.data.push_back(flat.data);
   }
   return true;
 }
 
 // What gather and scatter are given alike: a tensor, on the root a list, and the root, rank 0 if none is named.
-bool read_rooted(const Cut& cut, PyObject* const* args, Py_ssize_t count, Call& call, Flat& own, std::vector<void*>& blocks) {
+bool read_rooted(const Cut& cut, PyObject* const* args, Py_ssize_t count, Call& call, Flat& own, Blocks& blocks) {
   if (count < 1 || count > 3 || !cut.tensors.read(args[0], own)) return false;
   if (count > 2 && !read_root(cut, args[2], call.root)) return false;
   call.dtype = own.dtype;
@@ -120,18 +128,18 @@ PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat own;
   Call call{Verb::kGather};
-  std::vector<void*> outputs;
+  Blocks outputs;
   if (!read_rooted(cut, args, count, call, own, outputs)) Py_RETURN_FALSE;
-  return run(own.bytes(), [&] { cut.group->gather(outputs.data(), own.data, call); });
+  return run(own.bytes(), [&] { cut.group->gather(outputs.data.data(), own.data, call); });
 }
 
 PyObject* scatter(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat own;
   Call call{Verb::kScatter};
-  std::vector<void*> inputs;
+  Blocks inputs;
   if (!read_rooted(cut, args, count, call, own, inputs)) Py_RETURN_FALSE;
-  return run(own.bytes(), [&] { cut.group->scatter(own.data, inputs.data(), call); });
+  return run(own.bytes(), [&] { cut.group->scatter(own.data, inputs.data.data(), call); });
 }
 
 // Without split sizes: equal slices of the first dimensions.
