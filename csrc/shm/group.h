@@ -207,6 +207,17 @@ class Group {
   };
   template <class Fill, class Use>
   void in_windows(const Call& call, const Load& load, Fill fill, Use use);
+  // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
+  // those that it expects from each; behind it, where its input lies.
+  std::size_t splits_bytes() const { return 2 * static_cast<std::size_t>(ranks_) * sizeof(std::size_t); }
+  const std::size_t* splits(std::size_t r) const { return reinterpret_cast<const std::size_t*>(payload(static_cast<int>(r), splits_bytes())); }
+  Source& source_behind_splits(std::size_t r) const {
+    return *reinterpret_cast<Source*>(line(static_cast<int>(r)) + sizeof(Header) + round_up(splits_bytes(), kLine));
+  }
+  struct Lengths {
+    std::size_t longest, least;  // part of all, and the least of what is the longest part of a rank; elements
+  };
+  Lengths compare_splits(const Call& call);
   // Messages that may be read where they lie, once the ranks have met and told where: `read()` says whether it could, `stage()`
   // moves them in windows.
   bool may_go_directly(const Way& way) const { return way != Way::kStaged && !is_refused_ && !take_turns(); }

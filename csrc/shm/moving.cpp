@@ -126,6 +126,20 @@ void Group::scatter(void* output, const void* const* inputs, const Call& call) {
       });
 }
 
+Group::Lengths Group::compare_splits(const Call& call) {
+  const auto n = static_cast<std::size_t>(ranks_);
+  Lengths lengths{0, SIZE_MAX};
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::size_t its_longest = *std::max_element(splits(i), splits(i) + n);
+    lengths = {std::max(lengths.longest, its_longest), std::min(lengths.least, its_longest)};
+    for (std::size_t j = 0; j < n; ++j) {
+      const std::size_t sends = splits(i)[j], expects = splits(j)[n + i];
+      if (sends != expects) report_splits(call, i, j, sends, expects);
+    }
+  }
+  return lengths;
+}
+
 void Group::all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
                        const Call& call) {
   const Entry entry(*this, call);
@@ -139,23 +153,11 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
   // takes, and ranks that disagree find out before anything is written.
   std::vector<std::size_t> mine(input_splits, input_splits + n);
   mine.insert(mine.end(), output_splits, output_splits + n);
-  const std::size_t table_bytes = mine.size() * sizeof(std::size_t);
-  const auto table = [&](std::size_t r) { return reinterpret_cast<const std::size_t*>(payload(static_cast<int>(r), table_bytes)); };
-  // Behind it, on a line that is read only if all ranks have written theirs: where its input lies.
-  const auto source = [&](std::size_t r) {
-    return reinterpret_cast<Source*>(line(static_cast<int>(r)) + sizeof(Header) + round_up(table_bytes, kLine));
-  };
-  if (*std::max_element(input_splits, input_splits + n) * item >= kDirectFrom) *source(me) = source_of(input);
-  exchange(call, mine.data(), table_bytes);
-  std::size_t longest = 0, least = SIZE_MAX;
-  for (std::size_t i = 0; i < n; ++i) {
-    least = std::min(least, *std::max_element(table(i), table(i) + n) * item);
-    for (std::size_t j = 0; j < n; ++j) {
-      const std::size_t sends = table(i)[j], expects = table(j)[n + i];
-      if (sends != expects) report_splits(call, i, j, sends, expects);
-      longest = std::max(longest, sends * item);
-    }
-  }
+  // On a line of its own, which is read only if all ranks have written theirs: short messages do without.
+  if (*std::max_element(input_splits, input_splits + n) * item >= kDirectFrom) source_behind_splits(me) = source_of(input);
+  exchange(call, mine.data(), splits_bytes());
+  const Lengths lengths = compare_splits(call);
+  const std::size_t longest = lengths.longest * item;
   const auto copy_own = [&] { copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item); };
   const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
     return offset < bytes ? std::min(length, bytes - offset) : 0;
@@ -176,14 +178,14 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
                    is_streamed);
         });
   };
-  if (least < kDirectFrom || longest > kDirectTo || !may_go_directly(exchange_way_)) return stage();
+  if (lengths.least * item < kDirectFrom || longest > kDirectTo || !may_go_directly(exchange_way_)) return stage();
   const auto read = [&] {
     copy_own();
     bool could = true;
     for (std::size_t i = 1; i < n && could; ++i) {
       const std::size_t r = (me + i) % n;
-      const std::size_t offset = std::accumulate(table(r), table(r) + me, std::size_t{0}) * item;
-      could = read_memory(static_cast<int>(r), *source(r), offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
+      const std::size_t offset = std::accumulate(splits(r), splits(r) + me, std::size_t{0}) * item;
+      could = read_memory(static_cast<int>(r), source_behind_splits(r), offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
     }
     return could;
   };
