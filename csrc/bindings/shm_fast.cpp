@@ -113,33 +113,31 @@ bool read_list(const Cut& cut, PyObject* object, const Flat& own, bool are_apart
   return true;
 }
 
-// What gather and scatter are given alike: a tensor, on the root a list, and the root, rank 0 if none is named.
-bool read_rooted(const Cut& cut, PyObject* const* args, Py_ssize_t count, Call& call, Flat& own, Blocks& blocks) {
-  if (count < 1 || count > 3 || !cut.tensors.read(args[0], own)) return false;
-  if (count > 2 && !read_root(cut, args[2], call.root)) return false;
+// gather and scatter: a tensor, on the root a list, and the root, rank 0 if none is named. `move(group, own, blocks, call)` runs it.
+template <class Move>
+PyObject* run_rooted(Verb verb, PyObject* self, PyObject* const* args, Py_ssize_t count, Move move) {
+  const Cut& cut = cut_of(self);
+  Flat own;
+  Call call{verb};
+  Blocks blocks;
+  if (count < 1 || count > 3 || !cut.tensors.read(args[0], own)) Py_RETURN_FALSE;
+  if (count > 2 && !read_root(cut, args[2], call.root)) Py_RETURN_FALSE;
+  PyObject* const list = count > 1 ? args[1] : Py_None;
+  const bool is_root = cut.group->rank() == call.root;
+  if (is_root ? !read_list(cut, list, own, /*are_apart=*/verb == Verb::kGather, blocks) : list != Py_None) Py_RETURN_FALSE;
   call.dtype = own.dtype;
   call.numel = own.numel;
-  PyObject* const list = count > 1 ? args[1] : Py_None;
-  if (cut.group->rank() != call.root) return list == Py_None;
-  return read_list(cut, list, own, /*are_apart=*/call.verb == Verb::kGather, blocks);
+  return run(static_cast<std::size_t>(cut.group->ranks()) * own.bytes(), [&] { move(*cut.group, own.data, blocks.data.data(), call); });
 }
 
 PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  const Cut& cut = cut_of(self);
-  Flat own;
-  Call call{Verb::kGather};
-  Blocks outputs;
-  if (!read_rooted(cut, args, count, call, own, outputs)) Py_RETURN_FALSE;
-  return run(own.bytes(), [&] { cut.group->gather(outputs.data.data(), own.data, call); });
+  return run_rooted(Verb::kGather, self, args, count,
+                    [](Group& group, void* own, void* const* blocks, const Call& call) { group.gather(blocks, own, call); });
 }
 
 PyObject* scatter(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  const Cut& cut = cut_of(self);
-  Flat own;
-  Call call{Verb::kScatter};
-  Blocks inputs;
-  if (!read_rooted(cut, args, count, call, own, inputs)) Py_RETURN_FALSE;
-  return run(own.bytes(), [&] { cut.group->scatter(own.data, inputs.data.data(), call); });
+  return run_rooted(Verb::kScatter, self, args, count,
+                    [](Group& group, void* own, void* const* blocks, const Call& call) { group.scatter(own, blocks, call); });
 }
 
 // Without split sizes: equal slices of the first dimensions.

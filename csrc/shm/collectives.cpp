@@ -86,7 +86,7 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
     if (count_shared() == ranks_) return all_reduce_in_heaps(call);
   }
   const bool is_streamed = output != input && streams_output(bytes);  // in place the lines have just been read
-  in_windows(
+  in_windows(  // in small pieces at any length: it is in place as a rule, and the ranks need not all do it alike
       call, {bytes, 1, has_met, /*is_long=*/false, is_streamed},
       [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), input + offset, length); },
       [&](auto part, std::size_t offset, std::size_t length) {

@@ -10,7 +10,6 @@ from ..config import seconds
 from ..errors import ConfigError
 from ..types import PremulSum, ReduceOp
 from .group import Group
-from .hooks import not_now
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,9 +36,6 @@ class NonMember:
     Every call with it raises ConfigError.
     """
 
-    fast_all_reduce = fast_reduce = fast_reduce_scatter_single = fast_barrier = staticmethod(not_now)
-    fast_broadcast = fast_all_gather_single = fast_all_to_all_single = staticmethod(not_now)
-    fast_gather = fast_scatter = staticmethod(not_now)
     ranks: tuple[int, ...] = ()
     rank = -1
 
