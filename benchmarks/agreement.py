@@ -20,7 +20,6 @@ import torch
 
 import pycomm
 from pycomm.cli.bench.session import own_mpirun
-from pycomm.cli.bench.worker.__main__ import raise_priority
 from pycomm.cli.tune.measure import time_in_turns
 from pycomm.collectives.context import resolve
 from pycomm.launch.run import run_job
@@ -39,7 +38,6 @@ def main() -> int:
     options = parser.parse_args()
     if detect_launch().launcher != "none":
         torch.set_num_threads(1)
-        raise_priority()
         return run(options)
     print("| transport | ranks | bytes | library | alone | pycomm | difference | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

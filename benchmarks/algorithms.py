@@ -25,7 +25,6 @@ from pycomm.algorithms import tuned
 from pycomm.algorithms.cost import LinkModel
 from pycomm.cli.bench.session import own_mpirun
 from pycomm.cli.bench.sizes import sweep
-from pycomm.cli.bench.worker.__main__ import raise_priority
 from pycomm.cli.tune.fit import Measured, error_of, fit, probe
 from pycomm.cli.tune.measure import time_in_turns
 from pycomm.collectives.context import resolve
@@ -54,7 +53,6 @@ def main() -> int:
     options = parser.parse_args()
     if detect_launch().launcher != "none":
         torch.set_num_threads(1)
-        raise_priority()
         return run(options)
     if options.transport == "mpi":
         return subprocess.call([own_mpirun(), "-n", str(options.n), sys.executable, *sys.argv])

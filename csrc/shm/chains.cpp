@@ -4,10 +4,10 @@
 // Window by window, in two shots: first the ranks stage what they have, then each of some ranks reduces a part of the window from
 // what is staged, and everybody copies the results. Where every rank has a core, every rank stages its own and reduces a part.
 //
-// Where two ranks take turns on a core, they form a chain: the first stages its window, the second adds its own to what is staged
-// there and reduces. So what a core's ranks add up stays in its L2 and crosses to another core once, fewer lines are staged, and
-// each rank gets its turn once a window. (4 ranks on 2 cores of Sapphire Rapids: 4 MiB 1.76 ms each apart, 1.50 by chains; 64 MiB 27 and
-// 24.) In longer chains too much depends on whom Linux lets run next: 8 ranks take 50 to 150 ms for 64 MiB, each apart 60 to 70.
+// Where a few ranks take turns on a core, they form a chain: the first stages its window, the others add their own to what is staged
+// there, and the last reduces. So what a core's ranks add up stays in its L2 and crosses to another core once, fewer lines are staged,
+// and each rank gets its turn once a window. (On 2 cores of Sapphire Rapids, each apart and by chains: 4 ranks, 4 MiB 1.76 and 1.50 ms,
+// 64 MiB 27 and 24; 8 ranks 3.5 and 3.2, 55 and 49.) In chains of eight ranks wait for one turn after the other: four times as long.
 //
 // While window w is reduced, w + 1 is staged already. Who stages w + 1 has seen the results of w - 1, whose ranks had all of w
 // before; so every rank is done with w - 2, as [Note: the ring] asks.
@@ -23,7 +23,9 @@ namespace pycomm::shm {
 namespace {
 
 constexpr std::size_t kChainFrom = 512u << 10;    // shorter messages wait longer for turns than they save
-constexpr std::size_t kChainWindow = 128u << 10;  // both ranks' windows and what is staged stay in an L2
+constexpr std::size_t kChainWindow = 128u << 10;  // two ranks' windows and what is staged stay in an L2
+constexpr std::size_t kLongWindow = 256u << 10;   // fewer turns; the results leave the caches anyway
+constexpr int kMostInChain = 4;
 
 // Whether adding one after the other rounds as adding all at once does: 16- and 8-bit floats are added up in float32.
 bool adds_stepwise(DType dtype) {
@@ -39,8 +41,8 @@ bool adds_stepwise(DType dtype) {
 // How many ranks reduce a part each; the others only add to a chain.
 int Group::chains_of(const Call& call) const {
   const bool is_long = call.numel * item_bytes(call.dtype) >= kChainFrom;
-  const int cores = (setup_.host_ranks + 1) / 2;
-  return setup_.ranks_per_core == 2 && is_long && adds_stepwise(call.dtype) ? std::min(ranks_, cores) : ranks_;
+  if (!take_turns() || setup_.ranks_per_core > kMostInChain || !is_long || !adds_stepwise(call.dtype)) return ranks_;
+  return std::min(ranks_, std::max(2, cores()));
 }
 
 // Reduces the first `terms` of `inputs_` to `sum` and to where the others read it.
@@ -56,7 +58,7 @@ void Group::reduce_to_both(void* sum, void* staged, int terms, std::size_t numel
 // Adds this rank's `input` to what the ranks before it in the chain have staged: by plain stores, as the next one is on this core.
 void Group::add_to_chain(void* staged, const void* input, std::size_t numel, const Call& call, bool is_first) {
   const ReduceOp op = call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op;  // who reduces divides
-  if (is_first && op != ReduceOp::kPremulSum) return copy(staged, input, numel * item_bytes(call.dtype));
+  if (is_first && op != ReduceOp::kPremulSum) return copy_by_blocks(staged, input, numel * item_bytes(call.dtype));
   const void* const terms[] = {staged, input};
   const double weights[] = {1.0, call.factor};
   const int skipped = is_first ? 1 : 0;
@@ -68,14 +70,16 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   const std::size_t item = item_bytes(call.dtype);
   const int chains = chains_of(call), chain = rank_ % chains, before = rank_ - chains, last = ranks_ - chains;
   const bool is_chained = chains < ranks_, is_first = before < 0, is_last = rank_ >= last;
-  const std::size_t piece = (is_chained ? std::min(kChainWindow, at_.window_bytes) : at_.window_bytes) / item;
+  const std::size_t bytes = call.numel * item, most = is_long(bytes) ? kLongWindow : kChainWindow;
+  const std::size_t piece = (is_chained ? std::min(most, at_.window_bytes) : at_.window_bytes) / item;
+  const bool is_streamed = is_chained && streams_output(bytes);
   const auto published_by = [this](int r) -> std::uint64_t& { return published(r); };
   const auto reduced_by = [this](int r) -> std::uint64_t& { return reduced(r); };
   const auto result_of = [&](std::size_t place, std::size_t numel) { return place + round_up(numel * item, kLine); };  // behind what is staged
   const auto stage = [&](std::size_t first, std::uint64_t window) {
     const std::size_t numel = std::min(piece, call.numel - first);
     const std::size_t place = take(round_up(numel * item, kLine) + part_bound(numel, chains, item) * item);
-    if (is_chained) settle(chain);
+    if (is_chained) settle(chain % cores());
     if (!is_first) await_ranks(published_by, window + 1, verb, 0, before, before + 1);
     for (int c = 0; c < chains; ++c) {
       if (is_last && c == chain) continue;  // what this rank reduces it adds then
@@ -117,11 +121,11 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
       const int r = last + (rank_ + i) % chains;
       if (r == rank_) continue;
       const Part theirs = part_of(numel, r % chains, chains, item);
-      std::memcpy(output + (first + theirs.start) * item, staged(r, result_of(place, numel)), theirs.numel * item);
+      copy_by(is_streamed, output + (first + theirs.start) * item, staged(r, result_of(place, numel)), theirs.numel * item);
     }
     place = next;
   }
-  account(call.numel * item, verb);
+  account(bytes, verb);
 }
 
 }  // namespace pycomm::shm

@@ -237,12 +237,7 @@ void Group::sync(const char* verb) {
 
 void Group::put(void* to, const void* from, std::size_t bytes) const {
   if (streams_ && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
-  if (bytes >= kStreamFrom && bytes <= kBlock) {
-    ask_to_write(to, bytes);
-    const char* const next = static_cast<const char*>(from) + kBlock;
-    for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(next + line);
-  }
-  std::memcpy(to, from, bytes);
+  copy_by_blocks(to, from, bytes);
 }
 
 void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams) const {

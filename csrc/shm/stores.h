@@ -7,6 +7,7 @@
 // ranks on Sapphire Rapids, 1 MiB, one window after the other and by turns: 127 and 101 us; 16 MiB: 2380 and 1980.)
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -30,6 +31,29 @@ inline void prefetch_for_write(const void* line) {
 inline void ask_to_write(void* data, std::size_t bytes) {
   if (bytes > kBlock) return;
   for (std::size_t line = 0; line < bytes; line += kLine) prefetch_for_write(static_cast<char*>(data) + line);
+}
+
+// How far ahead of what a core copies it asks for the lines of a caller's buffer, which may lie in memory: a processor that
+// does so by itself stops at the end of a page and begins anew in the next.
+inline constexpr std::size_t kReadAhead = kPage;
+inline constexpr std::size_t kAskFrom = 768;  // less has come by the time that it is asked for
+
+inline void ask_to_read(const void* data, std::size_t bytes) {
+  for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(static_cast<const char*>(data) + line);
+}
+
+// Copies by plain stores what a caller has, to where another core or another rank of this one reads it.
+inline void copy_by_blocks(void* to, const void* from, std::size_t bytes) {
+  for (std::size_t offset = 0; offset < bytes; offset += kBlock) {
+    const std::size_t length = std::min(kBlock, bytes - offset);
+    char* const target = static_cast<char*>(to) + offset;
+    const char* const source = static_cast<const char*>(from) + offset;
+    if (length >= kAskFrom) {
+      ask_to_write(target, length);
+      ask_to_read(source + kReadAhead, length);
+    }
+    std::memcpy(target, source, length);
+  }
 }
 
 // Copies by non-temporal stores, or by memcpy: the two ways that are tried.

@@ -10,7 +10,7 @@
 
 namespace pycomm::shm {
 
-inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kLongPieces = 2;  // to a window, where every rank has a core
+inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kLongPieces = 2, kLongRootedPieces = 4;  // to a window, where every rank has a core
 inline constexpr std::size_t kLeastPiece = 2048, kLeastPieces = 8;  // a short message from one root: it is read while the rest is written
 inline constexpr std::size_t kLongFrom = 4u << 20;  // a result of so many bytes leaves the caches anyway
 
@@ -39,7 +39,9 @@ void Group::in_windows(const Call& call, const Load& load, Fill fill, Use use) {
   const char* const verb = verb_name(call.verb);
   // From one root to the others, or to it, small pieces, so that the root is soon read, or soon reads; where a piece costs switches
   // between ranks that share a core, or its results leave the caches and a fence waits for that, large ones.
-  const std::size_t pieces = take_turns() ? 1 : load.is_long ? kLongPieces : has_root(call.verb) ? kRootedPieces : kPieces;
+  const std::size_t pieces = take_turns()          ? 1
+                             : has_root(call.verb) ? load.is_long ? kLongRootedPieces : kRootedPieces
+                                                   : load.is_long ? kLongPieces : kPieces;
   std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
   if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(kLeastPiece, load.total / kLeastPieces / kLine * kLine));
   const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains

@@ -111,7 +111,7 @@ def test_ratios_pair_the_rounds() -> None:
 class FakeJob(Job):
     """Answers as two ranks whose calls take ``call_us``; fails at the command number ``fails_at``."""
 
-    world_size, version, priority = 2, "fake", ""
+    world_size, version = 2, "fake"
 
     def __init__(self, name: str, call_us: float, fails_at: int | None = None, is_supported: bool = True) -> None:
         self.name, self.call_us, self.fails_at, self.is_supported = name, call_us, fails_at, is_supported

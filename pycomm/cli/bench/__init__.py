@@ -152,15 +152,14 @@ def _measure_inside(options: argparse.Namespace, settings: Settings) -> int:
     from .facts import machine_facts
     from .job import InsideJob
     from .report import Report
-    from .worker.__main__ import pin_to_core, raise_priority, start_library
+    from .worker.__main__ import pin_to_core, start_library
     from .worker.runner import Runner
 
     if settings.against:
         raise ConfigError("--against starts jobs of its own: run `pycomm bench` without a launcher, and give it -n.")
-    priority = ", ".join(raise_priority())
     if settings.is_pinned:
         pin_to_core()
-    job = InsideJob(Runner(start_library("pycomm", settings.transport, "")), priority)
+    job = InsideJob(Runner(start_library("pycomm", settings.transport, "")))
     if options.world_sizes not in (None, str(job.world_size)):
         raise ConfigError(f"-n {options.world_sizes}: the launcher has started {job.world_size} ranks; leave -n out.")
     with closing(Report(options.json, is_silent=job.rank != 0)) as report:
@@ -176,7 +175,7 @@ def _show(report: Report, jobs: list[Job], settings: Settings, world_size: int) 
     from .session import run_cases
 
     versions = {job.name.partition(":")[0]: job.version for job in jobs}
-    report.facts({"world_size": world_size, "priority": jobs[0].priority or "ordinary", **versions})
+    report.facts({"world_size": world_size, **versions})
     for buffers in settings.buffers:
         how = "back to back" if buffers == "private" else "input freshly written before each call"
         title = f"{settings.verb}, {world_size} ranks, {buffers} buffers, {how}"

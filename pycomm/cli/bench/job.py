@@ -65,7 +65,6 @@ class Job(ABC):
 
     name: str
     version: str
-    priority: str  # what the scheduler granted its ranks, "" for nothing
     world_size: int
 
     def prepare(self, case: Case) -> str | None:
@@ -96,8 +95,8 @@ class Job(ABC):
 class InsideJob(Job):
     """This process is itself a rank, started by mpirun, torchrun or ``pycomm run``; all ranks call the same methods."""
 
-    def __init__(self, runner: Runner, priority: str) -> None:
-        self.name, self.version, self.priority = "pycomm", runner.library.version, priority
+    def __init__(self, runner: Runner) -> None:
+        self.name, self.version = "pycomm", runner.library.version
         self.rank, self.world_size = runner.library.rank, runner.library.world_size
         self._runner = runner
 
@@ -125,7 +124,7 @@ class SpawnedJob(Job):
     """A job that this process starts: some commands, each of which starts one or all of the ranks."""
 
     def __init__(self, name: str, world_size: int) -> None:
-        self.name, self.version, self.priority, self.world_size = name, "", "", world_size
+        self.name, self.version, self.world_size = name, "", world_size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._pidfds: list[int] = []
@@ -167,7 +166,6 @@ class SpawnedJob(Job):
                 raise self._failure("its worker is of another version: copy this pycomm/cli/bench/worker there")
             by_rank[int(hello["rank"])] = channel
             self.version = str(hello["version"])
-            self.priority = ", ".join(hello["priority"])
         if sorted(by_rank) != list(range(self.world_size)):
             raise self._failure(
                 f"expected ranks 0 to {self.world_size - 1}, got {sorted(by_rank)}; did MPI start at all?"

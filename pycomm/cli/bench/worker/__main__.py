@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 from .cases import Case
@@ -17,23 +16,7 @@ from .library import Library
 from .runner import Runner
 from .wire import Channel, connect
 
-HIGHEST_PRIORITY = -20
 _PR_SET_PDEATHSIG = 1
-
-
-def raise_priority() -> list[str]:
-    """Asks for the highest scheduling priority, alike in all jobs; returns what was granted (nothing without root).
-
-    Linux groups processes by session and shares the cores between groups: nice alone does nothing across terminals.
-    """
-    granted = []
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, HIGHEST_PRIORITY)
-        granted.append(f"nice {HIGHEST_PRIORITY}")
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(HIGHEST_PRIORITY))
-        granted.append(f"autogroup {HIGHEST_PRIORITY}")
-    return granted
 
 
 def die_with_parent() -> None:
@@ -98,11 +81,10 @@ def main() -> None:
     die_with_parent()
     channel = connect(options.connect)
     try:
-        priority = raise_priority()
         if options.pin:
             pin_to_core()
         library = start_library(options.library, options.transport, options.rendezvous_file)
-        facts = {"version": library.version, "priority": priority, "cores": sorted(os.sched_getaffinity(0))}
+        facts = {"version": library.version, "cores": sorted(os.sched_getaffinity(0))}
         channel.send({"rank": library.rank, "world_size": library.world_size, **facts})
         serve(channel, Runner(library))
         library.close()
