@@ -177,7 +177,7 @@ void barriers(int rank, Group& world) {
 }  // namespace
 
 void test_collectives() {
-  const struct { int ranks, ranks_per_core; } kWorlds[] = {{1, 1}, {2, 1}, {3, 1}, {3, 2}, {4, 2}, {5, 3}};
+  const struct { int ranks, ranks_per_core; } kWorlds[] = {{1, 1}, {2, 1}, {3, 1}, {4, 2}, {5, 3}};
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
     run("collectives", host, [&](int rank, Group& group) {
