@@ -33,7 +33,7 @@ inline void ask_to_write(void* data, std::size_t bytes) {
   for (std::size_t line = 0; line < bytes; line += kLine) prefetch_for_write(static_cast<char*>(data) + line);
 }
 
-// How far ahead of what a core copies it asks for the lines of a caller's buffer, which may lie in memory: a processor that
+// How far ahead of what a core copies it asks for the lines of a caller's long buffer, which may lie in memory: a processor that
 // does so by itself stops at the end of a page and begins anew in the next.
 inline constexpr std::size_t kReadAhead = kPage;
 inline constexpr std::size_t kAskFrom = 768;  // less has come by the time that it is asked for
@@ -44,13 +44,14 @@ inline void ask_to_read(const void* data, std::size_t bytes) {
 
 // Copies by plain stores what a caller has, to where another core or another rank of this one reads it.
 inline void copy_by_blocks(void* to, const void* from, std::size_t bytes) {
+  const std::size_t ahead = bytes > kBlock ? kReadAhead : kBlock;  // by turns the next block comes while the other rank's is read
   for (std::size_t offset = 0; offset < bytes; offset += kBlock) {
     const std::size_t length = std::min(kBlock, bytes - offset);
     char* const target = static_cast<char*>(to) + offset;
     const char* const source = static_cast<const char*>(from) + offset;
     if (length >= kAskFrom) {
       ask_to_write(target, length);
-      ask_to_read(source + kReadAhead, length);
+      ask_to_read(source + ahead, length);
     }
     std::memcpy(target, source, length);
   }
