@@ -38,11 +38,11 @@ bool adds_stepwise(DType dtype) {
 
 }  // namespace
 
-// How many ranks reduce a part each; the others only add to a chain.
+// How many ranks reduce a part each; the others only add to a chain. Two at least: a window's results take half its length at most.
 int Group::chains_of(const Call& call) const {
-  const bool is_long = call.numel * item_bytes(call.dtype) >= kChainFrom;
-  if (!take_turns() || setup_.ranks_per_core > kMostInChain || !is_long || !adds_stepwise(call.dtype)) return ranks_;
-  return std::min(ranks_, std::max(2, cores()));
+  const bool may_chain = take_turns() && setup_.ranks_per_core <= kMostInChain && adds_stepwise(call.dtype);
+  const bool pays = call.numel * item_bytes(call.dtype) >= kChainFrom;
+  return may_chain && pays ? std::min(ranks_, std::max(2, cores())) : ranks_;
 }
 
 // Reduces the first `terms` of `inputs_` to `sum` and to where the others read it.
@@ -70,8 +70,8 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   const std::size_t item = item_bytes(call.dtype);
   const int chains = chains_of(call), chain = rank_ % chains, before = rank_ - chains, last = ranks_ - chains;
   const bool is_chained = chains < ranks_, is_first = before < 0, is_last = rank_ >= last;
-  const std::size_t bytes = call.numel * item, most = is_long(bytes) ? kLongWindow : kChainWindow;
-  const std::size_t piece = (is_chained ? std::min(most, at_.window_bytes) : at_.window_bytes) / item;
+  const std::size_t bytes = call.numel * item, chain_window = is_long(bytes) ? kLongWindow : kChainWindow;
+  const std::size_t piece = (is_chained ? std::min(chain_window, at_.window_bytes) : at_.window_bytes) / item;
   const bool is_streamed = is_chained && streams_output(bytes);
   const auto published_by = [this](int r) -> std::uint64_t& { return published(r); };
   const auto reduced_by = [this](int r) -> std::uint64_t& { return reduced(r); };
