@@ -126,12 +126,12 @@ def archs_of_nvcc(nvcc: str) -> list[str]:
 
 
 def native_sources(root: Path) -> list[Path]:
-    """Returns the C++ files of ``pycomm._native``, sorted; all of csrc/bindings except what includes torch."""
-    bindings = [path for path in sorted(root.glob("csrc/bindings/*.cpp")) if not path.name.startswith("torch_")]
-    if not bindings:
-        raise BuildError("csrc/bindings holds no .cpp file.", "build from a checkout of the repository or an sdist.")
+    """Returns the C++ files that ``pycomm._native`` is compiled from, sorted: the bindings as few units."""
+    units = sorted(root.glob("csrc/bindings/unit_*.cpp"))
+    if not units:
+        raise BuildError("csrc/bindings holds no unit_*.cpp.", "build from a checkout of the repository or an sdist.")
     folders = ("shm", "overlap", "kernels/cpu")
-    return bindings + [path for folder in folders for path in sorted(root.glob(f"csrc/{folder}/*.cpp"))]
+    return units + [path for folder in folders for path in sorted(root.glob(f"csrc/{folder}/*.cpp"))]
 
 
 def load_torch_build() -> ModuleType | None:

@@ -13,6 +13,10 @@ from hypothesis import settings
 # tests the kernels' threads asks for them. Before torch is imported, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch's TCPStore asks the name server for the name of every address that it connects or listens to. A question that
+# is lost takes the five seconds after which the resolver asks again; hundreds of worlds lose many.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # So that test modules, and the processes that they start, find harness.py.
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,14 +29,18 @@ settings.load_profile("pycomm")
 LONGEST = (
     "test_soak.py",
     "test_launchers.py",
-    "test_kernels.py",
+    "test_exits.py",
     "test_model.py",
-    "test_compression.py",
-    "test_algorithms.py",
-    "test_verbs.py",
-    "test_torch_backend.py",
     "test_shm_protocol.py",
-    "test_fsdp.py",
+    "test_kernels.py",
+    "test_algorithms.py",
+    "test_two_hosts.py",
+    "test_torch_backend.py",
+    "test_build.py",
+    "test_waits.py",
+    "test_verbs.py",
+    "test_leaks.py",
+    "test_compression.py",
 )
 
 

@@ -5,6 +5,7 @@
 
 #include "../shm/board.h"
 #include "gil.h"
+#include "shm_call.h"
 
 namespace py = pybind11;
 
@@ -16,8 +17,6 @@ using shm::BoardHeader;
 using shm::BoardLayout;
 using shm::Log;
 using NoGil = py::call_guard<WithoutGil>;
-
-std::int64_t nanoseconds(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
 
 // Where a reader finds what, so that Python repeats no number of board.h.
 py::dict layout() {

@@ -30,9 +30,6 @@ ParallelFor parallel_for = nullptr;
 
 namespace {
 
-// Outputs of this many bytes will not be found in a cache anyway.
-constexpr std::size_t kStreamedBytes = std::size_t{4} << 20;
-
 void check(int format, std::size_t numel, std::size_t block_numel, std::size_t payload_bytes) {
   if (format < 0 || format >= kPayloadFormats) throw py::value_error("quantize: no format " + std::to_string(format));
   const auto known = static_cast<PayloadFormat>(format);

@@ -25,7 +25,6 @@ namespace {
 
 constexpr std::size_t kPayloadAt = 64;       // FRAME_HEADER_BYTES of pycomm/transport/base.py
 constexpr std::size_t kComparedBytes = 32;
-constexpr std::size_t kLongBytes = 16 * 1024;  // of a tensor; from here on Python's lock is let go
 
 struct Header {  // _HEADER of pycomm/algorithms/_agreement.py
   std::uint8_t verb, op, dtype, unused;
@@ -106,7 +105,7 @@ class FrameCall {
   // Combines the payloads, in rank order, into the user's tensor.
   void reduce() const {
     std::optional<WithoutGil> released;
-    if (flat_.bytes() >= kLongBytes) released.emplace();
+    if (flat_.bytes() >= kUnlockedBytes) released.emplace();
     pycomm::reduce(flat_.data, payloads_.data(), static_cast<int>(payloads_.size()), flat_.numel, flat_.dtype, static_cast<ReduceOp>(header_.op), nullptr,
                    false);
   }

@@ -9,7 +9,12 @@
 #include <cxxabi.h>
 #include <unistd.h>
 
+#include <cstddef>
+
 namespace pycomm {
+
+// Of the tensor that a call works on: from here on other threads are let run meanwhile.
+inline constexpr std::size_t kUnlockedBytes = 16 * 1024;
 
 // Runs `take`, which takes the lock.
 template <class Take>

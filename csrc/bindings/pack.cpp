@@ -24,9 +24,6 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
-constexpr std::size_t kStreamedBytes = std::size_t{4} << 20;  // written; more will not be found in a cache anyway
-constexpr std::size_t kLongBytes = 64 * 1024;                 // from here on the lock of Python is let go
-
 // Positions in the list; what is not a position.
 constexpr Py_ssize_t kDone = -1, kBadBucket = -2, kBadLength = -3;
 
@@ -150,7 +147,7 @@ class Packer {
       range.begin = begin, range.end = end;
       is_unpack ? unpack(range) : pack(range);
     };
-    if (bytes < kLongBytes) return body(0, bucket.numel);
+    if (bytes < kUnlockedBytes) return body(0, bucket.numel);
     const WithoutGil released;
     run_in_pool(bucket.numel, 1, body);
   }

@@ -23,12 +23,10 @@ struct Cut {
   PlainTensors tensors;
 };
 
-constexpr std::size_t kLongBytes = 16 * 1024;  // from here on the lock is let go for the copying alone
-
 template <class Run>
 PyObject* run(std::size_t bytes, Run run_collective) {
   try {
-    const LazyGilRelease release(bytes >= kLongBytes);
+    const LazyGilRelease release(bytes >= kUnlockedBytes);
     run_collective();
   } catch (...) {
     set_python_error();
@@ -81,7 +79,7 @@ PyObject* reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return run(flat.bytes(), [&] { cut.group->reduce(flat.data, flat.data, call); });
 }
 
-bool overlap(const Flat& a, const Flat& b) {
+bool do_overlap(const Flat& a, const Flat& b) {
   const auto* a_start = static_cast<unsigned char*>(a.data);
   const auto* b_start = static_cast<unsigned char*>(b.data);
   return a_start < b_start + b.bytes() && b_start < a_start + a.bytes();
@@ -105,9 +103,9 @@ bool read_list(const Cut& cut, PyObject* object, const Flat& own, bool are_apart
   for (int r = 0; r < ranks; ++r) {
     Flat& flat = flats[static_cast<std::size_t>(r)];
     if (!cut.tensors.read(PyTuple_GET_ITEM(blocks.tensors.ptr(), r), flat) || flat.dtype != own.dtype || flat.numel != own.numel) return false;
-    if (overlap(flat, own) && (r != cut.group->rank() || flat.data != own.data)) return false;
+    if (do_overlap(flat, own) && (r != cut.group->rank() || flat.data != own.data)) return false;
     for (int other = 0; are_apart && other < r; ++other)
-      if (overlap(flat, flats[static_cast<std::size_t>(other)])) return false;
+      if (do_overlap(flat, flats[static_cast<std::size_t>(other)])) return false;
     blocks.data.push_back(flat.data);
   }
   return true;
@@ -146,7 +144,7 @@ PyObject* all_to_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Flat output, input;
   if (count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-  if (output.dtype != input.dtype || output.numel != input.numel || overlap(output, input)) Py_RETURN_FALSE;
+  if (output.dtype != input.dtype || output.numel != input.numel || do_overlap(output, input)) Py_RETURN_FALSE;
   for (const Flat& flat : {output, input})
     if (flat.rows == 0 || flat.rows % ranks != 0) Py_RETURN_FALSE;
   const std::vector<std::size_t> splits(ranks, input.numel / ranks);
@@ -160,7 +158,7 @@ PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Flat output, input;
   if (count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-  if (output.dtype != input.dtype || output.numel != ranks * input.numel || overlap(output, input)) Py_RETURN_FALSE;
+  if (output.dtype != input.dtype || output.numel != ranks * input.numel || do_overlap(output, input)) Py_RETURN_FALSE;
   Call call{Verb::kAllGather};
   call.dtype = input.dtype;
   call.numel = input.numel;
@@ -174,7 +172,7 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (count < 2 || count > 3 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   if (!read_op(count > 2 ? args[2] : nullptr, input.dtype, call.op)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-  if (output.dtype != input.dtype || input.numel != ranks * output.numel || overlap(output, input)) Py_RETURN_FALSE;
+  if (output.dtype != input.dtype || input.numel != ranks * output.numel || do_overlap(output, input)) Py_RETURN_FALSE;
   call.dtype = input.dtype;
   call.numel = output.numel;
   return run(input.bytes(), [&] { cut.group->reduce_scatter(output.data, input.data, call); });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -101,8 +102,16 @@ def test_missing_compiler_says_what_to_do(setup: ModuleType, monkeypatch: pytest
 
 def test_torch_sources_stay_out_of_the_core(setup: ModuleType) -> None:
     names = {path.relative_to(ROOT / "csrc").as_posix() for path in setup.native_sources(ROOT)}
-    assert {"bindings/module.cpp", "bindings/kernels.cpp", "bindings/shm.cpp"} <= names
+    assert {"bindings/unit_kernels.cpp", "bindings/unit_shm.cpp", "shm/group.cpp"} <= names
     assert "bindings/torch_ops.cpp" not in names
+
+
+def test_each_file_of_the_bindings_is_in_one_unit() -> None:
+    files = sorted(ROOT.glob("csrc/bindings/*.cpp"))
+    units = [path.read_text() for path in files if path.name.startswith("unit_")]
+    included = [name for text in units for name in re.findall(r'#include "(\w+\.cpp)"', text)]
+    alone = re.compile(r"(unit|torch)_")
+    assert sorted(included) == [path.name for path in files if not alone.match(path.name)]
 
 
 def test_ahead_of_time_and_first_use_build_the_same_sources(setup: ModuleType) -> None:
