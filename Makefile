@@ -11,6 +11,7 @@ bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Most tests wait more than they compute, so three workers share two cores; a file is one worker's. WORKERS= for none.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+alone = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: run test test-torch-versions peers lint gpu-check wheel clean setup
@@ -20,7 +21,7 @@ run: setup
 	$(bin)/pycomm run -n 2 examples/train_digits.py --plot digits.png
 
 test: setup $(VENV)/.stamp-spin
-	$(bin)/python -m pytest -m alone $(TESTS) || test $$? -eq 5  # none of those are among TESTS
+	$(bin)/python -m pytest -m alone $(or $(TESTS),$(alone)) || test $$? -eq 5  # none of those are among TESTS
 	$(bin)/python -m pytest -m "not alone" $(WORKERS) $(TESTS)
 
 # One wheel for all; each torch in an environment of its own, .venv-torch-X (some 5 GB: the index has CUDA builds).
@@ -67,8 +68,11 @@ $(VENV)/.stamp-created:
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	touch $@
 
+# Without --no-compile pip compiles for twenty seconds, for the most part what nothing here imports.
+pip_install := $(bin)/python -m pip install --no-compile -c constraints.txt
+
 $(VENV)/.stamp-packages: $(VENV)/.stamp-created pyproject.toml constraints.txt
-	$(bin)/python -m pip install -c constraints.txt torch setuptools pybind11 ninja
+	$(pip_install) torch setuptools pybind11 ninja
 	touch $@
 
 # SPIN checks the model of the shared-memory protocol (tests/model). Where it cannot be installed, those tests say so.
@@ -77,6 +81,6 @@ $(VENV)/.stamp-spin: $(VENV)/.stamp-created
 	touch $@
 
 $(VENV)/.stamp-built: $(VENV)/.stamp-packages setup.py pycomm/ops/_torch_build.py $(native_sources)
-	$(bin)/python -m pip install -c constraints.txt --no-build-isolation --editable '.[dev,mpich,examples]'
+	$(pip_install) --no-build-isolation --editable '.[dev,mpich,examples]'
 	$(bin)/python -m compileall -q pycomm  # what an editable install leaves out, and each of many processes would do
 	touch $@
