@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images of containers set it; each of hundreds of processes would then compile the tests' modules for itself.
+unexport PYTHONDONTWRITEBYTECODE
 # Most tests wait more than they compute, so three workers share two cores; a file is one worker's. WORKERS= for none.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 alone = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
@@ -68,7 +70,7 @@ $(VENV)/.stamp-created:
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	touch $@
 
-# Without --no-compile pip compiles for twenty seconds, for the most part what nothing here imports.
+# pip compiles to bytecode on one core, and what nothing here imports too: the last target of the set-up does so instead.
 pip_install := $(bin)/python -m pip install --no-compile -c constraints.txt
 
 $(VENV)/.stamp-packages: $(VENV)/.stamp-created pyproject.toml constraints.txt
@@ -82,5 +84,5 @@ $(VENV)/.stamp-spin: $(VENV)/.stamp-created
 
 $(VENV)/.stamp-built: $(VENV)/.stamp-packages setup.py pycomm/ops/_torch_build.py $(native_sources)
 	$(pip_install) --no-build-isolation --editable '.[dev,mpich,examples]'
-	$(bin)/python -m compileall -q pycomm  # what an editable install leaves out, and each of many processes would do
+	$(bin)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib pycomm || true  # some packages hold templates of modules
 	touch $@

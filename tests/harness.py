@@ -52,14 +52,21 @@ _GRACE_S = 300.0  # for the other ranks, once one has died or failed, and for al
 _INIT_S = 600.0  # at least, for ranks to come together, however short the deadline of what they do then
 _DUMP_S = 60.0
 _BEGUN = b"begun"  # what a rank sends first
-_PRELOAD = [
+_PRELOAD = [  # what ranks, or the modules of their functions, import otherwise each for itself
     "torch",
-    "torch._dynamo",  # the first optimizer of a process loads it, for seconds: once here, not on every rank
+    "torch._dynamo",  # the first optimizer of a process loads it, for seconds
     "torch.distributed",
+    "torch.distributed.checkpoint",
     "numpy",
     "pytest",
+    "hypothesis",
     "pycomm.collectives.init",
+    "pycomm.collectives.rendezvous",
     "pycomm.collectives.verbs",
+    "pycomm.compression",
+    "pycomm.engines",
+    "pycomm.fault",
+    *(f"pycomm.transport.{name}" for name in ("shm", "torch", "mixed")),
     "harness",
 ]
 
