@@ -82,7 +82,10 @@ void test_damaged_payloads(int count) {
     const auto format = static_cast<PayloadFormat>(generator() % kPayloadFormats);
     const std::size_t numel = generator() % 100, block_numel = 32;
     Array<unsigned char> payload(PayloadLayout(format, numel, block_numel).bytes);
-    for (std::size_t at = 0; at < payload.count; ++at) payload.data()[at] = static_cast<unsigned char>(generator() >> 7);
+    for (std::size_t at = 0; at < payload.count; at += 4) {
+      const std::uint32_t raw = generator();
+      std::memcpy(payload.data() + at, &raw, std::min<std::size_t>(4, payload.count - at));
+    }
     const char* const names[] = {"generic", "avx2", "avx512"};
     use_cpu_isa(names[i % 3]);
     Array<float> flat(numel);

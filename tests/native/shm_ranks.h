@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -80,6 +81,15 @@ extern thread_local bool is_interrupted;
 // Input of rank `rank`: small integers, so that every sum is exact.
 inline float value(int rank, std::size_t i) { return static_cast<float>((static_cast<std::size_t>(rank) * 31 + i * 7) % 97); }
 std::vector<float> input_of(int rank, std::size_t numel);
+// Adds rank `rank`'s values from `start` on to `to (numel,)`, which the calling thread alone knows.
+void add_values(float* to, int rank, std::size_t start, std::size_t numel);
+// Whether two arrays have the same bytes; a sanitizer looks at each as a whole.
+inline bool same(const float* left, const float* right, std::size_t numel) {
+  return numel == 0 || std::memcmp(left, right, numel * sizeof(float)) == 0;
+}
+inline bool same(const std::vector<float>& left, const std::vector<float>& right) {
+  return left.size() == right.size() && same(left.data(), right.data(), left.size());
+}
 Call call_of(Verb verb, std::size_t numel, int root = 0, double timeout_s = 0);
 
 void test_collectives();

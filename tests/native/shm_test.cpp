@@ -111,9 +111,14 @@ void run(const std::string& name, Host& host, const Body& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// What only one thread knows is made unseen by ThreadSanitizer, for which each float is a call.
+__attribute__((no_sanitize("thread"))) void add_values(float* to, int rank, std::size_t start, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) to[i] += value(rank, start + i);
+}
+
 std::vector<float> input_of(int rank, std::size_t numel) {
   std::vector<float> values(numel);
-  for (std::size_t i = 0; i < numel; ++i) values[i] = value(rank, i);
+  add_values(values.data(), rank, 0, numel);
   return values;
 }
 

@@ -51,12 +51,14 @@ struct Block {
   ucontext_t scheduler;
   std::vector<ucontext_t> contexts;
   std::vector<std::vector<char>> stacks;
-  std::vector<bool> is_done;
+  std::vector<char> is_done;
+  std::vector<std::pair<const int*, int>> barriers;  // that a thread waits for, and what had passed when it came
   std::function<void()> body;
   int current = 0, running = 0;
   int arrived = 0, generation = 0;                              // of the barrier of the block
   std::vector<int> warp_arrived, warp_generation, warp_running;  // and of those of the warps
-  std::vector<std::uint64_t> slots;                              // what the lanes show each other
+  std::vector<std::uint64_t> slots;                              // what the lanes show each other, by turns in two
+  std::vector<char> turns;
   std::mt19937 generator{3};
 
   void yield() { swapcontext(&contexts[current], &scheduler); }
@@ -68,7 +70,13 @@ struct Block {
       ++passed;
       return;
     }
-    while (passed == before) yield();
+    barriers[current] = {&passed, before};
+    yield();
+  }
+
+  bool can_run(int thread) const {
+    const auto [passed, before] = barriers[thread];
+    return !is_done[thread] && (passed == nullptr || *passed != before);
   }
 
   void end() {
@@ -92,8 +100,10 @@ inline void run_block(int threads, const std::function<void()>& body) {
   block.contexts.resize(threads);
   block.stacks.resize(threads, std::vector<char>(kStack));
   block.is_done.assign(threads, false);
+  block.barriers.assign(threads, {nullptr, 0});
   block.warp_arrived.assign(warps, 0), block.warp_generation.assign(warps, 0), block.warp_running.assign(warps, 0);
-  block.slots.assign(threads, 0);
+  block.slots.assign(2 * threads, 0);
+  block.turns.assign(threads, 0);
   block.body = body, block.running = threads, block.arrived = block.generation = 0;
   std::vector<int> order(threads);
   for (int thread = 0; thread < threads; ++thread) {
@@ -109,7 +119,8 @@ inline void run_block(int threads, const std::function<void()>& body) {
   while (block.running != 0) {
     std::shuffle(order.begin(), order.end(), block.generator);
     for (const int thread : order) {
-      if (block.is_done[thread]) continue;
+      if (!block.can_run(thread)) continue;
+      block.barriers[thread] = {nullptr, 0};
       block.current = thread;
       thread_index.x = static_cast<unsigned>(thread);
       swapcontext(&block.scheduler, &block.contexts[thread]);
@@ -122,18 +133,27 @@ inline void sync_warp() {
   block.wait(block.warp_arrived[warp], block.warp_generation[warp], block.warp_running[warp]);
 }
 
+// Shows `value` to the warp; returns a function of a lane, that says what that one showed. Of two slots a thread, one is
+// still read while the other is written: a lane is at most one exchange ahead.
+template <class T>
+auto show(T value) {
+  static_assert(sizeof(T) <= 8);
+  const int thread = block.current, turn = block.turns[thread] ^= 1;
+  std::memcpy(&block.slots[2 * thread + turn], &value, sizeof(T));
+  sync_warp();
+  return [first = thread - thread % kWarp, turn](int lane) {
+    T shown;
+    std::memcpy(&shown, &block.slots[2 * (first + lane) + turn], sizeof(T));
+    return shown;
+  };
+}
+
 // Shows `value` to the warp and returns that of a lane; out of range, the own one.
 template <class T>
 T exchange(T value, int lane_from, int lane, int width) {
-  static_assert(sizeof(T) <= 8);
-  const int first = block.current - block.current % kWarp;
-  std::memcpy(&block.slots[block.current], &value, sizeof(T));
-  sync_warp();
+  const auto shown_by = show(value);
   const int base = lane / width * width;
-  T result = value;
-  if (lane_from >= base && lane_from < base + width) std::memcpy(&result, &block.slots[first + lane_from], sizeof(T));
-  sync_warp();
-  return result;
+  return lane_from >= base && lane_from < base + width ? shown_by(lane_from) : value;
 }
 inline int lane() { return block.current % kWarp; }
 
@@ -164,8 +184,9 @@ T __shfl_xor_sync(unsigned, T value, int mask, int width = 32) {
   return fake_cuda::exchange(value, fake_cuda::lane() ^ mask, fake_cuda::lane(), width);
 }
 inline int __any_sync(unsigned, bool holds) {
-  unsigned any = holds;
-  for (int step = 16; step > 0; step /= 2) any |= fake_cuda::exchange(any, fake_cuda::lane() ^ step, fake_cuda::lane(), 32);
+  const auto shown_by = fake_cuda::show<unsigned>(holds);
+  unsigned any = 0;
+  for (int lane = 0; lane < fake_cuda::kWarp; ++lane) any |= shown_by(lane);
   return static_cast<int>(any);
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
