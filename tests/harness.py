@@ -82,16 +82,15 @@ def run_ranks(
     transport: str = "shm",
     timeout_s: float = 600.0,
     casualties: Collection[int] = (),
-    is_fresh: bool = False,
 ) -> list[Any]:
     """Returns ``[fn(rank, *args) for each rank]``, each run inside ``pycomm.init``. Raises RanksFailed.
 
     ``fn`` is a function of a module, its arguments and results can be pickled (except for threads). ``casualties`` are
     ranks whose process is meant to die; their result is None. Under mpirun the processes are those of earlier tests,
-    unless ``is_fresh``. ``timeout_s`` is there for hangs: the time that they have once they have come together.
+    unless there are any. ``timeout_s`` is there for hangs: the time that they have once they have come together.
     """
     if transport == "mpi":
-        outcomes = _run_mpi(world_size, fn, args, timeout_s, is_fresh, casualties)
+        outcomes = _run_mpi(world_size, fn, args, timeout_s, casualties)
     else:
         runner = _run_threads if transport == "local" else _run_processes
         outcomes = runner(world_size, fn, args, transport, timeout_s)
@@ -324,12 +323,10 @@ def _stack_of(pid: int | None, dump: Path) -> str:
 
 
 def _run_mpi(
-    world_size: int, fn: Any, args: Any, timeout_s: float, is_fresh: bool, casualties: Collection[int]
+    world_size: int, fn: Any, args: Any, timeout_s: float, casualties: Collection[int]
 ) -> list[tuple[bool, Any]]:
-    if casualties:
-        # MPICH's launcher lets the other ranks live when one has *exited*; when one was killed it ends them all.
-        outcomes = run_once(world_size, fn, args, timeout_s, ["-disable-auto-cleanup"])
-        return [(is_ok, each if is_ok else each.replace("no result", _DIED)) for is_ok, each in outcomes]
-    if is_fresh:
-        return run_once(world_size, fn, args, timeout_s)
-    return run_in_world(world_size, fn, args, timeout_s, _server())
+    if not casualties:
+        return run_in_world(world_size, fn, args, timeout_s, _server())
+    # MPICH's launcher lets the other ranks live when one has *exited*; when one was killed it ends them all.
+    outcomes = run_once(world_size, fn, args, timeout_s, _server(), ["-disable-auto-cleanup"])
+    return [(is_ok, each if is_ok else each.replace("no result", _DIED)) for is_ok, each in outcomes]

@@ -3,9 +3,9 @@
 A world waits, blocked, for the next function; the harness writes a line into each rank's pipe, a rank a line into the
 common one once its outcome is written. A world in which anything went wrong is ended and not used again.
 
-The ranks of a world that stays are forked from the server that the ranks of other transports come from, for torch takes
-a process three seconds to import. What mpirun starts is ``mpi_stub.py``: it hands its environment and its connection
-to the launcher over to the forked process and stands for it from then on. Other worlds are mpirun's own processes.
+Ranks are forked from the server that the ranks of other transports come from, for torch takes a process three seconds
+to import. What mpirun starts is ``mpi_stub.py``: it hands its environment and its connection to the launcher over to
+the forked process and stands for it from then on. Under another launcher than MPICH's they are mpirun's own processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _is_hydra() -> bool:
 
 def run_in_world(world_size: int, fn: Any, args: Any, timeout_s: float, server: ForkServerContext) -> list[Outcome]:
     """Runs ``fn`` on every rank of a world that stays, started if there is none, its ranks forked by ``server``."""
-    world = _worlds.pop(world_size, None) or MpiWorld(world_size, server=server if _is_hydra() else None, stays=True)
+    world = _worlds.pop(world_size, None) or MpiWorld(world_size, server, stays=True)
     outcomes = world.run(fn, args, timeout_s)
     if all(is_ok for is_ok, _ in outcomes):
         _worlds[world_size] = world
@@ -66,9 +66,11 @@ def run_in_world(world_size: int, fn: Any, args: Any, timeout_s: float, server: 
     return outcomes
 
 
-def run_once(world_size: int, fn: Any, args: Any, timeout_s: float, options: Collection[str] = ()) -> list[Outcome]:
+def run_once(
+    world_size: int, fn: Any, args: Any, timeout_s: float, server: ForkServerContext, options: Collection[str]
+) -> list[Outcome]:
     """The same in a world of its own, whose ranks end by themselves."""
-    world = MpiWorld(world_size, options)
+    world = MpiWorld(world_size, server, options=options)
     try:
         return world.run(fn, args, timeout_s)
     finally:
@@ -87,9 +89,9 @@ class MpiWorld:
     def __init__(
         self,
         world_size: int,
-        options: Collection[str] = (),
-        server: ForkServerContext | None = None,
+        server: ForkServerContext,
         stays: bool = False,
+        options: Collection[str] = (),
     ) -> None:
         command = mpirun()
         assert command is not None, "mpirun is not installed: pip install 'pycomm[mpich]'"
@@ -102,8 +104,8 @@ class MpiWorld:
         self._done = os.open(self._folder / "done", os.O_RDWR)
         self._calls = [os.open(self._folder / f"calls{rank}", os.O_RDWR) for rank in range(world_size)]
         # Without site-packages: the stub needs none.
-        ranks = [sys.executable, __file__] if server is None else [sys.executable, "-IS", str(_STUB)]
-        for rank in range(world_size) if server is not None else ():
+        ranks = [sys.executable, "-IS", str(_STUB)] if _is_hydra() else [sys.executable, __file__]
+        for rank in range(world_size) if _is_hydra() else ():
             server.Process(target=_forked_main, args=(self._folder, rank), name=f"rank {rank}", daemon=True).start()
         with (self._folder / "output").open("w") as output:
             self._process = subprocess.Popen(

@@ -6,10 +6,12 @@ does, with 1 if it died.
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
 
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # by which the launcher tells of a rank that has died
 path = os.path.join(sys.argv[1], "rank" + os.environ["PMI_RANK"])
 while not os.path.exists(path):
     time.sleep(0.005)
