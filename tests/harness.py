@@ -22,6 +22,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -42,6 +44,7 @@ __all__ = [
     "interrupt_once_in_a_call",
     "is_in_a_call",
     "run_ranks",
+    "server",
     "transport_params",
     "wait_until",
     "with_small_shm",
@@ -69,6 +72,17 @@ _PRELOAD = [  # what ranks, or the modules of their functions, import otherwise 
     *(f"pycomm.transport.{name}" for name in ("shm", "torch", "mixed")),
     "harness",
 ]
+
+
+@cache
+def server() -> ForkServerContext:
+    """Returns what forks ranks from a process that has loaded all they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:  # which is all that it knows of our sys.path
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
+    return context
 
 
 class RanksFailed(AssertionError):
@@ -197,7 +211,7 @@ def _run_threads(world_size: int, fn: Any, args: Any, transport: str, timeout_s:
 
 
 def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_s: float) -> list[tuple[bool, Any]]:
-    context = _server()
+    context = server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     payload = pickle.dumps((fn, args))
@@ -236,13 +250,6 @@ def _run_processes(world_size: int, fn: Any, args: Any, transport: str, timeout_
                     process.join()
                 process.close()
     return outcomes
-
-
-def _server() -> ForkServerContext:
-    """Returns what forks ranks from a process that has loaded all they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
 
 
 def _collect(receivers: list[Connection], timeout_s: float) -> tuple[list[Any], set[int]]:
@@ -326,7 +333,7 @@ def _run_mpi(
     world_size: int, fn: Any, args: Any, timeout_s: float, casualties: Collection[int]
 ) -> list[tuple[bool, Any]]:
     if not casualties:
-        return run_in_world(world_size, fn, args, timeout_s, _server())
+        return run_in_world(world_size, fn, args, timeout_s, server())
     # MPICH's launcher lets the other ranks live when one has *exited*; when one was killed it ends them all.
-    outcomes = run_once(world_size, fn, args, timeout_s, _server(), ["-disable-auto-cleanup"])
+    outcomes = run_once(world_size, fn, args, timeout_s, server(), ["-disable-auto-cleanup"])
     return [(is_ok, each if is_ok else each.replace("no result", _DIED)) for is_ok, each in outcomes]

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.fault import Generation, Membership
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import server
 
 RANKS = 8
 PAUSE_S = 0.01  # at most, between two steps of a rank: so some wait in a collective when they are struck, some do not
@@ -40,11 +43,16 @@ _FIELDS = 3  # of a rank in the board: last finished step, generation, descripto
 
 def contribution(rank: int, step: int, numel: int) -> torch.Tensor:
     """What a rank adds at a step: integers that differ between ranks, steps and elements."""
-    return torch.arange(numel) % 97 + rank * step
+    return pattern(numel) + rank * step
+
+
+@cache
+def pattern(numel: int) -> torch.Tensor:
+    return torch.arange(numel) % 97
 
 
 def expected_sum(step: int, numel: int) -> torch.Tensor:
-    return RANKS * (torch.arange(numel) % 97) + step * (RANKS * (RANKS - 1) // 2)
+    return torch.add(step * (RANKS * (RANKS - 1) // 2), pattern(numel), alpha=RANKS)
 
 
 def numel_of(step: int) -> int:
@@ -115,8 +123,7 @@ class Soak:
         self.random = random.Random(seed)
         self.stuck_s = stuck_s
         self.folder = Path(folder)
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "pycomm.fault", "pycomm.collectives.verbs", __name__])
+        self.context = server()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.board = self.context.RawArray("q", _FIELDS * RANKS)
         self.last_step = self.context.RawValue("q", 0)
