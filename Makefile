@@ -44,7 +44,7 @@ peers: setup
 # On a machine with a GPU and nvcc: build, GPU tests, benchmark; the figures go to benchmarks/results.
 gpu-check:
 	rm -f $(VENV)/.stamp-built
-	PYCOMM_CUDA=1 TORCH_CUDA_ARCH_LIST= $(MAKE) setup
+	PYCOMM_CUDA=1 $(MAKE) setup
 	$(bin)/python -m pytest tests/gpu
 	$(bin)/python benchmarks/kernels.py --device cuda --rounds 5 --json benchmarks/results/kernels-cuda.json
 
@@ -82,8 +82,6 @@ $(VENV)/.stamp-spin: $(VENV)/.stamp-created
 	@command -v spin >/dev/null || { test "`id -u`" = 0 && command -v apt-get >/dev/null && { apt-get install -qy spin || { apt-get update -q && apt-get install -qy spin; }; }; } || echo "SPIN is not there: tests/model will skip. Debian, Ubuntu: apt install spin" >&2
 	touch $@
 
-# Wheels hold machine code for every kind of GPU; here one kind's is built, and PTX, which the driver compiles for others.
-$(VENV)/.stamp-built: export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 $(VENV)/.stamp-built: $(VENV)/.stamp-packages setup.py pycomm/ops/_torch_build.py $(native_sources)
 	$(pip_install) --no-build-isolation --editable '.[dev,mpich,examples]'
 	$(bin)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib pycomm || true  # some packages hold templates of modules

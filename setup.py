@@ -107,10 +107,16 @@ def choose_archs(environ: Mapping[str, str], known_to_nvcc: Sequence[str]) -> st
 
 
 def gencode_flags(archs: str) -> list[str]:
-    """Returns nvcc's flags for an arch list: machine code for each entry, PTX too where it says ``+PTX``."""
+    """Returns nvcc's flags for an arch list: machine code for each entry, PTX too where it says ``+PTX``.
+
+    8.0 and 9.0 share one pass of the front end: from 8.0's PTX nvcc makes the same machine code for 9.0, byte for byte.
+    """
+    entries = parse_archs(archs)
+    is_shared = {"80", "90"} <= {number for number, _ in entries}
     flags = []
-    for number, has_ptx in parse_archs(archs):
-        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+    for number, has_ptx in entries:
+        ptx = "80" if is_shared and number == "90" else number
+        flags.append(f"-gencode=arch=compute_{ptx},code=sm_{number}")
         if has_ptx:
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
@@ -242,6 +248,11 @@ def run_ninja(directory: Path) -> None:
 
 class BuildExtensions(build_ext):
     """Builds ``_native`` by ninja and hands ``_torch_ops`` to torch.utils.cpp_extension."""
+
+    def finalize_options(self) -> None:
+        """Builds both at the same time: ``_torch_ops`` is one unit, and would leave the other cores idle."""
+        super().finalize_options()
+        self.parallel = self.parallel or len(self.extensions)
 
     def run(self) -> None:
         """Says once what will be built, then builds."""

@@ -86,6 +86,9 @@ def test_gencode_flags(setup: ModuleType) -> None:
         "-gencode=arch=compute_100,code=sm_100",
         "-gencode=arch=compute_100,code=compute_100",
     ]
+    shared = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=sm_90"]
+    assert setup.gencode_flags("8.0;9.0") == shared, "one pass of the front end"
+    assert setup.gencode_flags("9.0") == ["-gencode=arch=compute_90,code=sm_90"]
 
 
 def test_cxx_is_taken_from_the_environment(setup: ModuleType) -> None:
