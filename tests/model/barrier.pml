@@ -10,6 +10,9 @@
  * Memory is that of a real machine: a rank's flag stays in its store buffer (`buffered`) until any later moment, so its load
  * of `sleepers` may overtake it. Locked instructions empty their own core's buffer, membarrier everybody's.
  *
+ * A step is one access to what the ranks share. What a rank does in its own variables afterwards belongs to it: nobody sees
+ * that, so it adds no interleaving, only states.
+ *
  * The timer of a sleeping rank (wait.h: kNapNs) is what looks at the pidfds. Here it fires only when a rank has died, so
  * that it cannot hide a wake-up that was lost: those are found as if nobody ever woke by himself.
  *
@@ -56,21 +59,18 @@ inline drain(rank) { /* only inside atomic */
   fi
 }
 
+inline look(other) { /* only inside atomic */
+  if
+  :: awaits[(other)] != 0 && (awaits[(other)] == me + 1 || broken) -> drain(me); is_rung[(other)] = true
+  :: else
+  fi
+}
+
 /* Waiter::wake: one rank after the other, and what they await may change meanwhile. To ring is a locked instruction. */
 inline wake() {
   broken = (failure != 0);
-  do
-  :: atomic {
-       other < RANKS ->
-       if
-       :: awaits[other] != 0 && (awaits[other] == me + 1 || broken) -> drain(me); is_rung[other] = true
-       :: else
-       fi;
-       other++;
-       if :: other == me -> other++ :: else fi
-     }
-  :: atomic { other >= RANKS -> other = 0; broken = false; break }
-  od
+  atomic { look((me == 0 -> 1 : 0)) }
+  atomic { look((me == 2 -> 1 : 2)); broken = false }
 }
 
 /* Waiter::declare: the first discovery stands, and who made it wakes everybody. */
@@ -88,7 +88,7 @@ inline declare(culprit) {
 /* Waiter::until: ends with the flag seen, or with `raised`. To spin is to be slow here: what matters is who lies down. */
 inline await(peer) {
   do
-  :: seq[peer] >= call -> break
+  :: atomic { seq[peer] >= call -> break }
   :: atomic { seq[peer] < call -> is_rung[me] = false; awaits[me] = peer + 1 } /* lie_down: reads the bell, tells for whom */
      atomic { drain(me); sleepers++ }
 #ifndef BUG_NO_BARRIER
@@ -112,7 +112,7 @@ inline await(peer) {
      fi;
      atomic { drain(me); sleepers--; awaits[me] = 0 } /* get_up */
      if /* check, but what came meanwhile counts */
-     :: seq[peer] >= call -> is_alarmed = false; break
+     :: atomic { seq[peer] >= call -> is_alarmed = false; break }
      :: seq[peer] < call ->
         if
         :: failure != 0
@@ -124,29 +124,33 @@ inline await(peer) {
         :: failure == 0 && late == me -> declare(me)
         :: else
         fi;
-        culprit = 0;
-        if
-        :: failure != 0 && seq[peer] < call -> raised = true; break
-        :: else -> /* awake without a cause, or it died after all that was asked of it: look again */
-           assert(!is_alarmed || failure != 0);
-           is_alarmed = false
-        fi
+        atomic {
+          culprit = 0;
+          if
+          :: failure != 0 && seq[peer] < call -> raised = true; break
+          :: else -> /* awake without a cause, or it died after all that was asked of it: look again */
+             assert(!is_alarmed || failure != 0);
+             is_alarmed = false
+          fi
+        }
      fi
   od
 }
 
 proctype Rank(byte me) {
-  byte call = 1, peer, other, culprit;
+  byte call = 1, peer, culprit;
   bool raised, broken, is_first, is_alarmed;
   {
     do
-    :: call <= CALLS ->
-       if /* Entry: a broken group takes no call */
-       :: failure != 0 -> raised = true; break
-       :: failure == 0
-       fi;
+    :: atomic {
+         call <= CALLS ->
+         if /* Entry: a broken group takes no call */
+         :: failure != 0 -> raised = true; break
+         :: failure == 0
+         fi
+       }
        /* publish: the message, then the flag, into the store buffer; then a look at who sleeps, without a fence */
-       atomic { drain(me); slot[SLOT(me, call)] = call; buffered[me] = call }
+       atomic { drain(me); slot[SLOT(me, call)] = call; buffered[me] = call; peer = (me + 1) % RANKS }
 #ifndef BUG_NO_WAKE
        if
        :: sleepers != 0 -> wake()
@@ -154,20 +158,12 @@ proctype Rank(byte me) {
        fi;
 #endif
        /* meet: everybody's flag, then everybody's message */
-       peer = (me + 1) % RANKS;
        await(peer);
-       if
-       :: raised -> break
-       :: else
-       fi;
-       peer = (me + 2) % RANKS;
+       atomic { if :: raised -> break :: else fi; peer = (me + 2) % RANKS }
        await(peer);
-       if
-       :: raised -> break
-       :: else
-       fi;
-       peer = 0;
+       if :: raised -> break :: else fi; /* no part of the next step: others move between flag and message */
        atomic {
+         peer = 0;
          assert(slot[SLOT(0, call)] == call && slot[SLOT(1, call)] == call && slot[SLOT(2, call)] == call);
          call++
        }
