@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of containers set it; each of hundreds of processes would then compile the tests' modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 # Most tests wait more than they compute, so three workers share two cores; a file is one worker's. WORKERS= for none.
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder
 alone = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
@@ -70,7 +70,7 @@ $(VENV)/.stamp-created:
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	touch $@
 
-# pip compiles to bytecode on one core, and what nothing here imports too: the last target of the set-up does so instead.
+# pip would compile to bytecode all that it installs, on one core; most of it nothing here imports: the first use does so.
 pip_install := $(bin)/python -m pip install --no-compile -c constraints.txt
 
 $(VENV)/.stamp-packages: $(VENV)/.stamp-created pyproject.toml constraints.txt
@@ -84,5 +84,4 @@ $(VENV)/.stamp-spin: $(VENV)/.stamp-created
 
 $(VENV)/.stamp-built: $(VENV)/.stamp-packages setup.py pycomm/ops/_torch_build.py $(native_sources)
 	$(pip_install) --no-build-isolation --editable '.[dev,mpich,examples]'
-	$(bin)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib pycomm || true  # some packages hold templates of modules
 	touch $@

@@ -1,6 +1,5 @@
 #include "board.h"
 
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -19,6 +18,7 @@
 #include <cstring>
 
 #include "errors.h"
+#include "mapping.h"
 #include "process.h"
 #include "stores.h"
 #include "wait.h"
@@ -26,7 +26,6 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr double kWeight = 1.0 / 16;  // of the last call in the recent averages
 
 constexpr int kClockTries = 5;

@@ -1,6 +1,5 @@
 #include "mapping.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,8 +17,6 @@
 
 namespace pycomm::shm {
 namespace {
-
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void fail(const std::string& what) {
   throw Broken(what + ": " + std::strerror(errno));

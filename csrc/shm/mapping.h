@@ -1,9 +1,14 @@
 // A piece of the job's memfd in this process's address space.
 #pragma once
 
+#include <fcntl.h>
+
 #include <cstddef>
 
 namespace pycomm::shm {
+
+// What is mapped keeps its size: no peer can make another one's access a SIGBUS.
+inline constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 class Mapping {
  public:

@@ -92,7 +92,7 @@ void move_in_one_order(int rank, Group& world) {
 }
 
 // An item of which a segment fails ends with its error, on every rank, and the stream goes on.
-void disagree(int rank, Group& world) {
+void offer_what_differs(int rank, Group& world) {
   Stream stream(world);
   stream.submit(0, 3, rank == 0 ? 5 : 6);
   stream.submit(0, 2, 5);
@@ -119,7 +119,7 @@ void lose_a_rank(int rank, Group& world, const Host& host) {
 void test_streams() {
   Host host(3);
   run("streams", host, move_in_one_order);
-  run("items that disagree", host, disagree);
+  run("items that disagree", host, offer_what_differs);
   run("a stream without a rank", host, [&](int rank, Group& world) { lose_a_rank(rank, world, host); });
 }
 

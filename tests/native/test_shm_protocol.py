@@ -7,24 +7,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from native_build import ROOT, Build
+from native_build import Build
 
 from harness import with_small_shm
 
 HERE = Path(__file__).parent
-# Under ThreadSanitizer a byte must have one address; see one_mapping.cpp.
-REPLACED = {"address": {}, "thread": {"mapping.cpp": HERE / "one_mapping.cpp"}}
-ADDED: dict[str, list[Path]] = {"address": [], "thread": [HERE / "kept_blocks.cpp"]}
 # A length that no memory holds must reach the code under test as bad_alloc. Leaks would be looked for by ptrace, which
 # containers forbid.
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "TSAN_OPTIONS": "allocator_may_return_null=1"}
 
 
 def build_program(build: Build, sanitizer: str) -> Path:
-    shm = [REPLACED[sanitizer].get(path.name, path) for path in sorted((ROOT / "csrc/shm").glob("*.cpp"))]
-    overlap = sorted((ROOT / "csrc/overlap").glob("*.cpp"))
-    own = [HERE / "plain_reduce.cpp", *ADDED[sanitizer], *sorted(HERE.glob("shm_*.cpp"))]
-    return build("shm_test", sanitizer, [*shm, *overlap, *own])
+    return build("shm_test", sanitizer, [HERE / "unit_shm.cpp", HERE / "unit_shm_tests.cpp"])
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
