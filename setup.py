@@ -255,7 +255,9 @@ class BuildExtensions(build_ext):
         self.parallel = self.parallel or len(self.extensions)
 
     def run(self) -> None:
-        """Says once what will be built, then builds."""
+        """Says once what will be built, then builds; an editable install where ninja finds what it built before."""
+        if self.editable_mode:  # setuptools would take a folder that is new each time
+            self.build_temp = str(ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
         reason = why_no_torch_ops()
         if reason is not None:
             say(f"torch operators are left to first use: {reason}")

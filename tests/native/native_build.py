@@ -18,6 +18,7 @@ _CUDA_ON_CPU = ["-x", "c++", f"-I{Path(__file__).with_name('fake_cuda')}", "-Wno
 SANITIZERS = {
     "address": [
         "-fsanitize=address,undefined",
+        "-fno-sanitize=null",  # AddressSanitizer reports that access as well
         "-O0",
         "-fno-sanitize-recover=all",
         "-fsanitize-undefined-trap-on-error",
