@@ -70,7 +70,7 @@ $(VENV)/.stamp-created:
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	touch $@
 
-# pip would compile to bytecode all that it installs, on one core; most of it nothing here imports: the first use does so.
+# pip would compile to bytecode all that it installs, on one core; half of it nothing here imports: the first use does so.
 pip_install := $(bin)/python -m pip install --no-compile -c constraints.txt
 
 $(VENV)/.stamp-packages: $(VENV)/.stamp-created pyproject.toml constraints.txt

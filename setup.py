@@ -112,10 +112,10 @@ def gencode_flags(archs: str) -> list[str]:
     8.0 and 9.0 share one pass of the front end: from 8.0's PTX nvcc makes the same machine code for 9.0, byte for byte.
     """
     entries = parse_archs(archs)
-    is_shared = {"80", "90"} <= {number for number, _ in entries}
+    has_80 = any(number == "80" for number, _ in entries)
     flags = []
     for number, has_ptx in entries:
-        ptx = "80" if is_shared and number == "90" else number
+        ptx = "80" if number == "90" and has_80 else number
         flags.append(f"-gencode=arch=compute_{ptx},code=sm_{number}")
         if has_ptx:
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
@@ -252,7 +252,8 @@ class BuildExtensions(build_ext):
     def finalize_options(self) -> None:
         """Builds both at the same time: ``_torch_ops`` is one unit, and would leave the other cores idle."""
         super().finalize_options()
-        self.parallel = self.parallel or len(self.extensions)
+        if os.environ.get("MAX_JOBS") != "1":
+            self.parallel = self.parallel or len(self.extensions)
 
     def run(self) -> None:
         """Says once what will be built, then builds; an editable install where ninja finds what it built before."""

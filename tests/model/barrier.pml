@@ -61,7 +61,7 @@ inline drain(rank) { /* only inside atomic */
 
 inline look(other) { /* only inside atomic */
   if
-  :: awaits[(other)] != 0 && (awaits[(other)] == me + 1 || broken) -> drain(me); is_rung[(other)] = true
+  :: awaits[other] != 0 && (awaits[other] == me + 1 || broken) -> drain(me); is_rung[other] = true
   :: else
   fi
 }
