@@ -14,13 +14,9 @@
 // says so at that second meeting; then all move this message through shared memory, and every later one.
 #pragma once
 
-#include <algorithm>
-
-#include "group.h"
+#include "trial.h"
 
 namespace pycomm::shm {
-
-inline constexpr int kDirectTrials = 4, kDirectRepeats = 2;
 
 template <class Read>
 bool Group::read_by_all(const char* verb, Read read) {
@@ -31,32 +27,13 @@ bool Group::read_by_all(const char* verb, Read read) {
 }
 
 template <class Read, class Stage>
-void Group::move_directly(const Call& call, Way& way, std::size_t bytes, Read read, Stage stage) {
+void Group::move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Read read, Stage stage) {
   const char* const verb = verb_name(call.verb);
   if (!read_by_all(verb, read)) return stage();
-  if (way == Way::kDirect) return account(bytes, verb);
-  std::int64_t best_ns[] = {INT64_MAX, INT64_MAX};
-  for (int trial = 0; trial < kDirectTrials; ++trial) {
-    for (const bool is_direct : {false, true}) {
-      const std::int64_t start_ns = monotonic_ns();
-      for (int i = 0; i < kDirectRepeats; ++i) {
-        if (!is_direct) stage();
-        else if (!read_by_all(verb, read)) return stage();
-      }
-      sync(verb);
-      best_ns[is_direct] = std::min(best_ns[is_direct], monotonic_ns() - start_ns);
-    }
-  }
-  Ping& mine = ping(rank_);
-  for (const bool is_direct : {false, true}) mine.exchange_ns[is_direct] = static_cast<std::uint32_t>(best_ns[is_direct]);
-  sync(verb);
-  std::uint64_t staged_ns = 0, direct_ns = 0;
-  for (int r = 0; r < ranks_; ++r) {
-    staged_ns += ping(r).exchange_ns[false];
-    direct_ns += ping(r).exchange_ns[true];
-  }
-  way = direct_ns < staged_ns ? Way::kDirect : Way::kStaged;
-  sync(verb);  // nobody measures anything else before all have read
+  if (way.has_value()) return account(bytes, verb);
+  const auto stage_too = [&] { return stage(), true; };
+  way = is_faster(verb, stage_too, [&] { return read_by_all(verb, read); });
+  if (!way.has_value()) stage();
 }
 
 }  // namespace pycomm::shm

@@ -218,6 +218,13 @@ std::size_t Group::take(std::size_t bytes) {
   return place;
 }
 
+bool Group::meet_in_windows(const Call& call, const Load& load) {
+  if (load.has_met) return false;
+  publish(call, Places{});  // none: the header still holds what an earlier call left there
+  meet(call);
+  return count_shared() == 0;
+}
+
 void Group::publish_window(std::uint64_t window) {
   store_release(published(rank_), window + 1);
   waiter_->published();

@@ -27,6 +27,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,7 @@ class Group {
     std::shared_ptr<Heaps> heaps;
     void (*about_to_block)();       // see wait.h
     void (*check_interrupt)();
+    std::optional<bool> swaps = {}; // whether two ranks swap regions; where this does not say, they try it
   };
 
   // Takes the group's area and waits until every member has.
@@ -146,9 +148,6 @@ class Group {
   struct Source {  // where in this process others may read what this rank sends; travels there, or in the payload behind it
     std::uint64_t address, witness_address, witness;
   };
-  // How messages of middle length move, by verb; [Note: direct reads].
-  enum class Way : std::uint8_t { kUntried, kDirect, kStaged };
-
   // A rank's slot for collective #seq; [Note: two slots].
   unsigned char* slot(int rank, std::uint64_t seq) const {
     return area_ + at_.slots + (2 * static_cast<std::size_t>(rank) + (seq & 1)) * at_.slot_stride;
@@ -165,6 +164,8 @@ class Group {
   unsigned char* staged(int rank, std::size_t place) const {
     return area_ + at_.rings + static_cast<std::size_t>(rank) * at_.ring_bytes + place;
   }
+  // The region that this rank fills in a round; [Note: swapped regions].
+  unsigned char* region(std::uint64_t round) const { return area_ + at_.regions + ((static_cast<std::uint64_t>(rank_) + round) & 1) * kRegionBytes; }
   std::uint64_t& published(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.published)[rank].value; }
   std::uint64_t& reduced(int rank) const { return reinterpret_cast<Counter*>(area_ + at_.reduced)[rank].value; }
   Ping& ping(int rank) const { return reinterpret_cast<Ping*>(area_ + at_.pings)[rank]; }
@@ -197,7 +198,8 @@ class Group {
   void exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes) const;  // into memory that others will read
   void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
-  // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece.
+  // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece. The windows
+  // lie in the rings, or are regions that two ranks swap.
   // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
   // `use(part, offset, bytes)` are given `part(rank, i)`, the address of rank's part i, and the piece.
   struct Load {
@@ -206,8 +208,16 @@ class Group {
     bool is_long = false;      // its results leave the caches; as the numbers above the same on every rank
     bool is_streamed = false;  // this rank's `use` writes past the caches
   };
+  // Compares the headers unless that is done; whether everybody's first window has come with them, as all filled theirs before.
+  bool meet_in_windows(const Call& call, const Load& load);
   template <class Fill, class Use>
-  void in_windows(const Call& call, const Load& load, Fill fill, Use use);
+  void in_windows(const Call& call, Load load, Fill fill, Use use);
+  template <class Fill, class Use>
+  void in_rings(const Call& call, const Load& load, Fill fill, Use use);
+  template <class Fill, class Use>
+  void in_swaps(const Call& call, const Load& load, Fill fill, Use use);
+  bool may_swap(Verb verb) const;
+  void try_swaps(const Call& call);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
   // those that it expects from each; behind it, where its input lies.
   std::size_t splits_bytes() const { return 2 * static_cast<std::size_t>(ranks_) * sizeof(std::size_t); }
@@ -221,9 +231,9 @@ class Group {
   Lengths compare_splits(const Call& call);
   // Messages that may be read where they lie, once the ranks have met and told where: `read()` says whether it could, `stage()`
   // moves them in windows.
-  bool may_go_directly(const Way& way) const { return way != Way::kStaged && !is_refused_ && !take_turns(); }
+  bool may_go_directly(std::optional<bool> way) const { return way.value_or(true) && !is_refused_ && !take_turns(); }
   template <class Read, class Stage>
-  void move_directly(const Call& call, Way& way, std::size_t bytes, Read read, Stage stage);
+  void move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Read read, Stage stage);
   template <class Read>
   bool read_by_all(const char* verb, Read read);
   static Source source_of(const void* data);
@@ -236,6 +246,9 @@ class Group {
   void add_to_chain(void* staged, const void* input, std::size_t numel, const Call& call, bool is_first);
   void reduce_to_both(void* sum, void* staged, int terms, std::size_t numel, const Call& call);
   void all_reduce_in_heaps(const Call& call);
+  // Does the same in two ways by turns, all ranks at once; whether the second takes less time. Nothing if a rank could not.
+  template <class One, class Other>
+  std::optional<bool> is_faster(const char* verb, One one, Other other);
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);
@@ -266,8 +279,10 @@ class Group {
   std::vector<double> factors_, weights_;
   std::vector<void*> outputs_;
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
-  bool has_ring_ = false;
-  Way broadcast_way_ = Way::kUntried, exchange_way_ = Way::kUntried;
+  std::uint64_t round_ = 0;    // of the swapped regions
+  bool has_ring_ = false, has_region_ = false;
+  // Which way is the faster one, once that was tried: to swap regions, and to read directly, by verb.
+  std::optional<bool> swaps_, broadcasts_directly_, exchanges_directly_;
   bool is_refused_ = false;  // a rank could not read another's memory
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead

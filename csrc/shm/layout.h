@@ -25,6 +25,7 @@ inline constexpr std::size_t kHugePage = 2u << 20;
 inline constexpr std::size_t kHeapBytes = (std::size_t{256} << 30) + kHugePage;
 inline constexpr std::uint64_t kAreas = 1u << 20;
 inline constexpr int kMaxRanks = 128;
+inline constexpr std::size_t kRegionBytes = 128u << 10;  // of two that two ranks swap; see swaps.h
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -88,7 +89,7 @@ struct AreaLayout {
   std::size_t mail_control, mail_sleepers, mail_counters; // the same for point-to-point messages
   std::size_t slots, slot_stride;
   std::size_t resident;                                  // up to here every rank populates; the rest when first needed
-  std::size_t rings;
+  std::size_t rings, regions;
   std::size_t channels, total;
 
   static AreaLayout of(int ranks) {
@@ -124,6 +125,7 @@ struct AreaLayout {
     at.slots = take(n * 2 * at.slot_stride, kPage);
     at.resident = round_up(end, kPage);
     at.rings = take(n * at.ring_bytes, at.ring_bytes >= kHugePage ? kHugePage : kPage);
+    at.regions = take(ranks == 2 ? 2 * kRegionBytes : 0, kPage);
     at.channels = take(n * n * at.channel_bytes, kPage);
     at.total = round_up(end, kHugePage);
     return at;

@@ -13,7 +13,7 @@ namespace {
 // Where messages are read where they lie, on two ranks of Sapphire Rapids: 16 KiB in 0.84 of the time, 64 KiB in 0.7, 256 KiB in
 // 1.0 to 1.4; in an all_gather, of each rank, 32 KiB in 0.97, 512 KiB in 0.87, 2 MiB in 1.6.
 constexpr std::size_t kDirectBroadcastFrom = 12u << 10, kDirectBroadcastTo = 128u << 10;
-constexpr std::size_t kDirectFrom = 32u << 10, kDirectTo = 1u << 20;
+constexpr std::size_t kDirectFrom = 128u << 10, kDirectTo = 1u << 20;
 
 }  // namespace
 
@@ -37,11 +37,11 @@ void Group::broadcast(void* data, const Call& call) {
           if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, is_streamed);
         });
   };
-  if (bytes < kDirectBroadcastFrom || bytes > kDirectBroadcastTo || !may_go_directly(broadcast_way_)) return stage(false);
+  if (bytes < kDirectBroadcastFrom || bytes > kDirectBroadcastTo || !may_go_directly(broadcasts_directly_)) return stage(false);
   publish(call, source_of(data));
   meet(call);
   const auto read = [&] { return is_root || read_memory(call.root, told<Source>(call.root), 0, data, bytes); };
-  move_directly(call, broadcast_way_, bytes, read, [&] { stage(true); });
+  move_directly(call, broadcasts_directly_, bytes, read, [&] { stage(true); });
 }
 
 void Group::all_gather(void* output, const void* input, const Call& call) {
@@ -65,7 +65,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
           }
         });
   };
-  if (bytes < kDirectFrom || bytes > kDirectTo || !may_go_directly(exchange_way_)) return stage(false);
+  if (bytes < kDirectFrom || bytes > kDirectTo || !may_go_directly(exchanges_directly_)) return stage(false);
   publish(call, source_of(input));
   meet(call);
   const auto read = [&] {
@@ -77,7 +77,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
     }
     return could;
   };
-  move_directly(call, exchange_way_, n * bytes, read, [&] { stage(true); });
+  move_directly(call, exchanges_directly_, n * bytes, read, [&] { stage(true); });
 }
 
 void Group::gather(void* const* outputs, const void* input, const Call& call) {
@@ -178,7 +178,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
                    is_streamed);
         });
   };
-  if (lengths.least * item < kDirectFrom || longest > kDirectTo || !may_go_directly(exchange_way_)) return stage();
+  if (lengths.least * item < kDirectFrom || longest > kDirectTo || !may_go_directly(exchanges_directly_)) return stage();
   const auto read = [&] {
     copy_own();
     bool could = true;
@@ -189,7 +189,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
     }
     return could;
   };
-  move_directly(call, exchange_way_, n * longest, read, stage);
+  move_directly(call, exchanges_directly_, n * longest, read, stage);
 }
 
 }  // namespace pycomm::shm

@@ -72,7 +72,7 @@ void read_directly() {
   run("direct", host, [](int rank, Group& world) {
     for (int i = 0; i < 3; ++i) move_all(rank, world, "read directly, and in trials by both ways");
   });
-  const int a_broadcast = 2, a_gathering = 3 * 2, trials = 1 + kDirectTrials * kDirectRepeats;
+  const int a_broadcast = 2, a_gathering = 3 * 2, trials = 1 + kTrials * kRepeats;
   expect(reads >= trials * (a_broadcast + a_gathering), "every rank has read every other one");
 }
 

@@ -18,4 +18,5 @@
 #include "shm/moving.cpp"
 #include "shm/process.cpp"
 #include "shm/stores.cpp"
+#include "shm/swaps.cpp"
 #include "shm/wait.cpp"

@@ -1,0 +1,63 @@
+// How long messages cross: window by window through the rings of the ranks; [Note: the ring] in group.h.
+#pragma once
+
+#include <algorithm>
+
+#include "group.h"
+#include "stores.h"
+
+namespace pycomm::shm {
+
+inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kLongPieces = 2, kLongRootedPieces = 4;  // to a window, where every rank has a core
+inline constexpr std::size_t kLeastPiece = 2048, kLeastPieces = 8;  // a short message from one root: it is read while the rest is written
+
+template <class Fill, class Use>
+void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
+  const char* const verb = verb_name(call.verb);
+  // From one root to the others, or to it, small pieces, so that the root is soon read, or soon reads; where a piece costs switches
+  // between ranks that share a core, or its results leave the caches and a fence waits for that, large ones.
+  const std::size_t pieces = take_turns()          ? 1
+                             : has_root(call.verb) ? load.is_long ? kLongRootedPieces : kRootedPieces
+                                                   : load.is_long ? kLongPieces : kPieces;
+  std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
+  if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(kLeastPiece, load.total / kLeastPieces / kLine * kLine));
+  // All alike: a last one of a few lines would cost as much waiting as the others.
+  const std::size_t windows = (load.total + piece - 1) / piece;
+  piece = round_up((load.total + windows - 1) / windows, kLine);
+  const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains
+  // Who reads nothing only has to leave the others the time to read; [Note: the ring].
+  const bool reads = !has_root(call.verb) || (rank_ == call.root) == (call.verb == Verb::kReduce || call.verb == Verb::kGather);
+  const std::uint64_t ahead = reads ? 0 : pieces - 1;
+  struct Window {
+    std::size_t offset, bytes, stride, place;
+  };
+  const auto take_window = [&](std::size_t offset) {
+    const std::size_t bytes = std::min(piece, load.total - offset), stride = round_up(bytes, kLine);
+    return Window{offset, bytes, stride, take(load.parts * stride)};
+  };
+  const auto apply = [&](auto& function, const Window& window, std::size_t at) {
+    if (at >= window.bytes) return;
+    const auto part = [&](int rank, std::size_t i) { return staged(rank, window.place + i * window.stride + at); };
+    function(part, window.offset + at, std::min(block, window.bytes - at));
+  };
+  use_ring();
+  Window now = take_window(0);
+  for (std::size_t at = 0; at < now.bytes; at += block) apply(fill, now, at);
+  bool has_come = meet_in_windows(call, load);
+  if (!has_come) publish_window(window_);
+  bool is_last = false;
+  for (std::uint64_t i = 0; !is_last; ++i, ++window_) {
+    if (!has_come && i >= ahead) await_windows(verb, ahead);
+    has_come = false;
+    is_last = now.offset + now.bytes == load.total;
+    const Window next = is_last ? Window{} : take_window(now.offset + now.bytes);
+    for (std::size_t at = 0; at < now.bytes; at += block) {  // [Note: by turns]
+      apply(fill, next, at);
+      apply(use, now, at);
+    }
+    if (!is_last) publish_window(window_ + 1);
+    now = next;
+  }
+}
+
+}  // namespace pycomm::shm
