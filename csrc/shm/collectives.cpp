@@ -44,26 +44,13 @@ void Group::all_reduce(void* output, const void* input, const Call& call) {
     factors_[0] = call.factor;
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
-  if (bytes < kHeapsFrom && is_short(bytes)) {
+  if (is_short(bytes)) {
     exchange(call, input, bytes);
     return all_reduce_in_slots(output, call);
   }
   const Places mine = bytes < kHeapsFrom ? Places{} : Places{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
-  if (is_short(bytes)) return all_reduce_in_slots_or_heaps(output, input, call, mine);
   if (ranks_ == 2) return all_reduce_in_one_shot(bytes_of(output), bytes_of(input), call, mine);
   all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
-}
-
-void Group::all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine) {
-  const std::size_t bytes = call.numel * item_bytes(call.dtype);
-  if (!mine.are_shared()) put(payload(rank_, bytes), input, bytes);
-  publish(call, mine);
-  meet(call);
-  const int shared = count_shared();
-  if (shared == ranks_) return all_reduce_in_heaps(call);
-  if (mine.are_shared()) put(payload(rank_, bytes), input, bytes);
-  if (shared > 0) sync("all_reduce");  // those with shared buffers have put theirs only now
-  all_reduce_in_slots(output, call);
 }
 
 // Everybody reads everybody's payload and adds in rank order.

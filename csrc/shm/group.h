@@ -239,7 +239,6 @@ class Group {
   static Source source_of(const void* data);
   bool read_memory(int rank, const Source& source, std::size_t offset, void* to, std::size_t bytes) const;
   void all_reduce_in_slots(void* output, const Call& call);
-  void all_reduce_in_slots_or_heaps(void* output, const void* input, const Call& call, const Places& mine);
   void all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
   void all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
   int chains_of(const Call& call) const;
