@@ -9,20 +9,19 @@
 
 namespace pycomm::shm {
 
-inline constexpr int kSpinsAlone = 1000;                // about 20 us, where every rank has a core
 inline constexpr int kSpinsElsewhere = 150;             // about 3 us, the time of two switches between ranks on another core
 inline constexpr int kCrowdedRounds = 4;                // so many on a crowded core before a rank steps aside
 inline constexpr std::size_t kLinesAhead = 4;           // of a payload, to ask for while waiting; of more the reader takes back what is being written
 
 template <class Word>
-void Group::await_ranks(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes, int from, int to) {
+void Group::await_ranks(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes, int from, int to, int spins) {
   lines_ = payload_bytes <= sizeof(Header::payload) ? 0 : static_cast<int>(std::min((payload_bytes + kLine - 1) / kLine, kLinesAhead));
   const auto after = [&](int i) { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; };
-  const auto await = [&](int r, int spins) {
-    if (r >= from && r < to) waiter_->until(word(r), target, r, spins, deadline_, verb, line(r) + sizeof(Header), lines_);
+  const auto await = [&](int r, int looks) {
+    if (r >= from && r < to) waiter_->until(word(r), target, r, looks, deadline_, verb, line(r) + sizeof(Header), lines_);
   };
   if (!take_turns()) {
-    for (int i = 1; i < ranks_; ++i) await(after(i), kSpinsAlone);
+    for (int i = 1; i < ranks_; ++i) await(after(i), spins);
     return;
   }
   // Ranks that share a core take turns. One that this rank keeps from running gets the core at once; only when all of

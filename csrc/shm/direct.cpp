@@ -1,8 +1,12 @@
-// How a rank reads the memory of another one; [Note: direct reads].
+// How a rank reads and writes the memory of another one; [Note: direct reads] and [Note: direct writes].
 #include "direct.h"
 
+#include <sched.h>
 #include <sys/random.h>
 #include <sys/uio.h>
+
+#include "await.h"
+#include "process.h"
 
 namespace pycomm::shm {
 namespace {
@@ -15,6 +19,15 @@ const std::uint64_t& witness() {
     return random;
   }();
   return value;
+}
+
+// What the word of a gate goes through for each write.
+constexpr std::uint64_t opened(std::uint64_t write) { return 3 * write; }
+constexpr std::uint64_t entered(std::uint64_t write) { return 3 * write + 1; }
+constexpr std::uint64_t closed(std::uint64_t write) { return 3 * write + 2; }
+
+bool pass(std::uint64_t& gate, std::uint64_t from, std::uint64_t to) {
+  return __atomic_compare_exchange_n(&gate, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
 }  // namespace
@@ -30,6 +43,28 @@ bool Group::read_memory(int rank, const Source& source, std::size_t offset, void
                                  {reinterpret_cast<void*>(source.witness_address), sizeof seen}};
   const ssize_t read = process_vm_readv(setup_.pids[rank], local, 2, remote, 2, 0);
   return read == static_cast<ssize_t>(bytes + sizeof seen) && seen == source.witness;
+}
+
+bool Group::write_memory(int rank, const Source& target, const void* from, std::size_t bytes, const char* verb) {
+  std::uint64_t& gate = ping(rank).gate;
+  waiter_->until(gate, opened(writes_), rank, kSpinsAlone, deadline_, verb);
+  if (!pass(gate, opened(writes_), entered(writes_))) return false;  // it has left
+  const struct iovec local{const_cast<void*>(from), bytes}, remote{reinterpret_cast<void*>(target.address), bytes};
+  const bool could = !has_ended(setup_.pidfds[rank]) &&
+                     process_vm_writev(setup_.pids[rank], &local, 1, &remote, 1, 0) == static_cast<ssize_t>(bytes);
+  store_release(gate, closed(writes_));
+  return could;
+}
+
+void Group::open_gate() {
+  store_release(ping(rank_).gate, opened(writes_));
+  waiter_->published();
+}
+
+void Group::close_gate(int writer) {
+  std::uint64_t& gate = ping(rank_).gate;
+  if (pass(gate, opened(writes_), closed(writes_))) return;
+  while (load_acquire(gate) == entered(writes_) && !has_ended(setup_.pidfds[writer])) sched_yield();
 }
 
 }  // namespace pycomm::shm

@@ -48,6 +48,7 @@ const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
 
 Group::Group(Setup setup)
     : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks.load()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_) {
+  chosen_ = setup_.choices;
   const FileLayout file = FileLayout::of(setup_.host_ranks);
   if (setup_.area >= kAreas) throw Broken("shared memory: more than " + std::to_string(kAreas) + " groups were made in this job");
   mapping_ = std::make_unique<Mapping>(setup_.fd, file.areas + setup_.area * file.area_stride, at_.total);
@@ -230,15 +231,15 @@ void Group::publish_window(std::uint64_t window) {
   waiter_->published();
 }
 
-void Group::await_windows(const char* verb, std::uint64_t ahead) {
-  await_all([this](int r) -> std::uint64_t& { return published(r); }, window_ + 1 - ahead, verb, 0);
+void Group::await_windows(const char* verb, std::uint64_t ahead, int spins) {
+  await_all([this](int r) -> std::uint64_t& { return published(r); }, window_ + 1 - ahead, verb, 0, spins);
 }
 
-void Group::sync(const char* verb) {
+void Group::sync(const char* verb, int spins) {
   // What this rank has read of the others' buffers since they met is theirs only while nobody has given the call up.
   waiter_->throw_if_broken(verb);
   publish_window(window_);
-  await_windows(verb);
+  await_windows(verb, 0, spins);
   ++window_;
 }
 

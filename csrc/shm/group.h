@@ -41,6 +41,8 @@
 
 namespace pycomm::shm {
 
+inline constexpr int kSpinsAlone = 1000;  // about 20 us, where every rank has a core
+
 enum class Verb : std::uint8_t {
   kBarrier = 0, kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kAllToAll, kGather, kScatter, kNewGroup,
 };
@@ -63,6 +65,12 @@ bool has_root(Verb verb);
 
 class Group {
  public:
+  // Which way of two is the faster one; nothing before it was tried.
+  struct Choices {
+    std::optional<bool> swaps;               // two ranks swap regions, or read each other's rings
+    std::optional<bool> delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
+    std::optional<bool> exchanges_directly;  // what each sends to each
+  };
   struct Setup {
     int fd;                         // the host's memfd
     int host_ranks;                 // ranks of the host; it decides the file's layout
@@ -77,7 +85,7 @@ class Group {
     std::shared_ptr<Heaps> heaps;
     void (*about_to_block)();       // see wait.h
     void (*check_interrupt)();
-    std::optional<bool> swaps = {}; // whether two ranks swap regions; where this does not say, they try it
+    Choices choices = {};           // what they need not try
   };
 
   // Takes the group's area and waits until every member has.
@@ -179,12 +187,12 @@ class Group {
   void meet(const Call& call, std::size_t payload_bytes = 0);  // everybody's header, compared with this rank's
   // Returns once `word(r)` >= target for every other rank r.
   template <class Word>
-  void await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes) {
-    await_ranks(word, target, verb, payload_bytes, 0, ranks_);
+  void await_all(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes, int spins = kSpinsAlone) {
+    await_ranks(word, target, verb, payload_bytes, 0, ranks_, spins);
   }
   // The same of the ranks from `from` on and before `to`.
   template <class Word>
-  void await_ranks(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes, int from, int to);
+  void await_ranks(Word word, std::uint64_t target, const char* verb, std::size_t payload_bytes, int from, int to, int spins = kSpinsAlone);
   [[noreturn]] void report_mismatch(const Call& call);
   [[noreturn]] void report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected);
   void load_factors(const Call& call);                  // everybody's factor of a PREMUL_SUM
@@ -192,8 +200,8 @@ class Group {
   void use_ring();                       // populates this rank's ring, once
   std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
   void publish_window(std::uint64_t window);  // this rank's part of it is written
-  void await_windows(const char* verb, std::uint64_t ahead = 0);  // everybody's, but for the last `ahead`
-  void sync(const char* verb);  // returns once every rank has called it
+  void await_windows(const char* verb, std::uint64_t ahead = 0, int spins = kSpinsAlone);  // everybody's, but for the last `ahead`
+  void sync(const char* verb, int spins = kSpinsAlone);  // returns once every rank has called it
 
   void exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes) const;  // into memory that others will read
@@ -231,13 +239,26 @@ class Group {
   Lengths compare_splits(const Call& call);
   // Messages that may be read where they lie, once the ranks have met and told where: `read()` says whether it could, `stage()`
   // moves them in windows.
-  bool may_go_directly(std::optional<bool> way) const { return way.value_or(true) && !is_refused_ && !take_turns(); }
+  bool may_go_directly(std::optional<bool> way) const { return way.value_or(true) && ranks_ > 1 && !is_refused_ && !take_turns(); }
   template <class Read, class Stage>
   void move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Read read, Stage stage);
   template <class Read>
-  bool read_by_all(const char* verb, Read read);
+  bool read_by_all(const char* verb, std::size_t bytes, Read read);
+  // What one rank sends to all others, from its `data` to theirs.
+  bool may_deliver(std::size_t bytes) const;
+  template <class Own, class Stage>
+  void deliver(const Call& call, int sender, void* data, std::size_t bytes, std::size_t share, Own copy_own, Stage stage);
   static Source source_of(const void* data);
   bool read_memory(int rank, const Source& source, std::size_t offset, void* to, std::size_t bytes) const;
+  bool write_memory(int rank, const Source& target, const void* from, std::size_t bytes, const char* verb);
+  // [Note: direct writes]
+  void open_gate();
+  void close_gate(int writer);
+  struct Gate {
+    ~Gate() { group.close_gate(writer); }
+    Group& group;
+    int writer;
+  };
   void all_reduce_in_slots(void* output, const Call& call);
   void all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
   void all_reduce_in_windows(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
@@ -280,9 +301,9 @@ class Group {
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   std::uint64_t round_ = 0;    // of the swapped regions
   bool has_ring_ = false, has_region_ = false;
-  // Which way is the faster one, once that was tried: to swap regions, and to read directly, by verb.
-  std::optional<bool> swaps_, broadcasts_directly_, exchanges_directly_;
-  bool is_refused_ = false;  // a rank could not read another's memory
+  Choices chosen_;
+  std::uint64_t writes_ = 0; // into the memory of others, of all ranks in turn
+  bool is_refused_ = false;  // a rank could not reach another's memory
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead
   bool streams_ = false;     // non-temporal stores reach the other ranks faster than plain ones

@@ -58,7 +58,7 @@ void Group::measure_line(const char* verb) {
     // Where ranks take turns, some of a pair's tries may all have been disturbed, so every pair must be for it.
     const std::uint32_t against = worst([](const Ping& its) -> std::uint32_t { return its.line_ns > 0 && !streams_win(its.exchange_ns[true], its.exchange_ns[false]); });
     streams_ = against == 0;
-    swaps_.reset(), broadcasts_directly_.reset(), exchanges_directly_.reset();
+    chosen_ = setup_.choices;
   }
   sync(verb);  // nobody measures again before all have read
 }

@@ -13,10 +13,6 @@ constexpr std::size_t kTriedBytes = 256u << 10;
 }  // namespace
 
 void Group::try_swaps(const Call& call) {
-  if (setup_.swaps.has_value()) {
-    swaps_ = setup_.swaps;
-    return;
-  }
   const std::vector<unsigned char> sent(kTriedBytes);
   std::vector<unsigned char> received(kTriedBytes);
   const Load load{kTriedBytes, 1, /*has_met=*/true};
@@ -24,7 +20,7 @@ void Group::try_swaps(const Call& call) {
   const auto use = [&](auto part, std::size_t offset, std::size_t length) { copy(received.data() + offset, part(1 - rank_, 0), length); };
   const auto by_rings = [&] { return in_rings(call, load, fill, use), true; };
   for (std::size_t walked = 0; walked < at_.ring_bytes; walked += kTriedBytes) by_rings();  // its first walk is not as the others
-  swaps_ = is_faster(verb_name(call.verb), by_rings, [&] { return in_swaps(call, load, fill, use), true; });
+  chosen_.swaps = is_faster(verb_name(call.verb), by_rings, [&] { return in_swaps(call, load, fill, use), true; });
 }
 
 }  // namespace pycomm::shm

@@ -36,12 +36,12 @@ inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed
 template <class Fill, class Use>
 void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   if (load.total == 0) return;
-  if (may_swap(call.verb) && !swaps_.has_value()) {
+  if (may_swap(call.verb) && !chosen_.swaps.has_value()) {
     meet_in_windows(call, load);
     load.has_met = true;
     try_swaps(call);
   }
-  if (may_swap(call.verb) && *swaps_) in_swaps(call, load, fill, use);
+  if (may_swap(call.verb) && *chosen_.swaps) in_swaps(call, load, fill, use);
   else in_rings(call, load, fill, use);
   account(load.total, verb_name(call.verb));
 }

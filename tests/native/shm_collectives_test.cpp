@@ -182,7 +182,7 @@ void test_collectives() {
       {1, 1, {}}, {2, 1, false}, {2, 1, true}, {2, 1, {}}, {2, 2, {}}, {3, 1, {}}, {4, 2, {}}, {5, 3, {}}};
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
-    host.swaps = world.swaps;
+    host.choices.swaps = world.swaps;
     run("collectives", host, [&](int rank, Group& group) {
       for (const std::size_t numel : kNumels) {
         reductions(rank, group, numel);

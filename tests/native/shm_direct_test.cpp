@@ -1,5 +1,5 @@
-// Messages that a rank reads in the memory of another (csrc/shm/direct.cpp), where it can and where it cannot. The kernel's call is
-// replaced: ranks are threads here, and a sanitizer sees what is copied.
+// Messages that a rank reads in the memory of another, or writes into it (csrc/shm/direct.cpp), where it can and where it cannot. The
+// kernel's calls are replaced: ranks are threads here, and a sanitizer sees what is copied.
 #include "shm/direct.h"
 #include "shm_ranks.h"
 
@@ -7,15 +7,19 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <functional>
 #include <thread>
 
 namespace {
 
-std::atomic<int> reads{0};
+std::atomic<int> reads{0}, writes{0};
 // What becomes of this thread's next reads.
 thread_local bool is_forbidden = false, finds_another = false;
 thread_local const std::atomic<bool>* comes_after = nullptr;
+// What this thread does in the middle of its next write.
+thread_local std::function<void()> on_write = nullptr;
 
 }  // namespace
 
@@ -36,11 +40,21 @@ extern "C" ssize_t process_vm_readv(pid_t, const struct iovec* local, unsigned l
   return bytes;
 }
 
+extern "C" ssize_t process_vm_writev(pid_t, const struct iovec* local, unsigned long, const struct iovec* remote, unsigned long, unsigned long) {
+  ++writes;
+  if (is_forbidden) {
+    errno = EPERM;
+    return -1;
+  }
+  if (on_write) on_write();
+  std::memcpy(remote->iov_base, local->iov_base, local->iov_len);
+  return static_cast<ssize_t>(local->iov_len);
+}
+
 namespace pycomm::shm::test {
 namespace {
 
-constexpr std::size_t kNumel = 20'000;
-constexpr int kTries = 100;
+constexpr std::size_t kNumel = 40'000;
 
 void move_all(int rank, Group& world, const std::string& what) {
   std::vector<float> data = input_of(rank, kNumel), all;
@@ -53,6 +67,15 @@ void move_all(int rank, Group& world, const std::string& what) {
     all.insert(all.end(), its.begin(), its.end());
   }
   expect(gathered == all, "all_gather, " + what);
+  const std::size_t n = static_cast<std::size_t>(world.ranks());
+  std::vector<float> blocks(n * kNumel), part(kNumel);
+  std::vector<void*> outputs;
+  std::vector<const void*> parts;
+  for (std::size_t r = 0; r < n && rank == 1; ++r) outputs.push_back(blocks.data() + r * kNumel), parts.push_back(all.data() + r * kNumel);
+  world.gather(outputs.data(), input_of(rank, kNumel).data(), call_of(Verb::kGather, kNumel, 1));
+  expect(blocks == (rank == 1 ? all : std::vector<float>(n * kNumel)), "gather, " + what);
+  world.scatter(part.data(), parts.data(), call_of(Verb::kScatter, kNumel, 1));
+  expect(part == input_of(rank, kNumel), "scatter, " + what);
   std::vector<std::size_t> sends, takes;  // uneven
   std::vector<float> input, expected;
   for (int r = 0; r < world.ranks(); ++r) {
@@ -68,12 +91,24 @@ void move_all(int rank, Group& world, const std::string& what) {
 
 void read_directly() {
   Host host(3);
-  reads = 0;
+  reads = writes = 0;
   run("direct", host, [](int rank, Group& world) {
     for (int i = 0; i < 3; ++i) move_all(rank, world, "read directly, and in trials by both ways");
   });
   const int a_broadcast = 2, a_gathering = 3 * 2, trials = 1 + kTrials * kRepeats;
   expect(reads >= trials * (a_broadcast + a_gathering), "every rank has read every other one");
+  expect(writes >= trials * a_broadcast, "the root has written to every other rank");
+}
+
+// Where nothing need be tried, each message goes once, and directly.
+void move_at_once(int ranks) {
+  Host host(ranks);
+  host.choices = {true, true, true};
+  reads = writes = 0;
+  run("at once", host, [](int rank, Group& world) { move_all(rank, world, "directly"); });
+  const int others = ranks - 1, a_gather = ranks == 2 ? 1 : 0, a_scatter = a_gather;  // of more ranks, in windows
+  expect(reads == others + 2 * ranks * others + a_scatter, "each rank reads what it lacks");
+  expect(writes == others + a_gather, "who is read writes its share");
 }
 
 // One rank may not read, or reads a later process of that pid: all take the other way, in this call and from then on.
@@ -89,39 +124,52 @@ void be_refused(bool& refusal_of_this_thread(), const std::string& what) {
 }
 
 // Rank 1 gives the call up before rank 0 reads: by then its buffer may hold anything, and rank 0 may not take it for the message.
-// Returns whether the ranks had chosen to read directly; that is a matter of how fast each way was.
-bool read_too_late() {
+void read_too_late() {
   Host host(2);
+  host.choices.delivers_directly = true;
   std::atomic<bool> has_given_up{false};
-  std::vector<float> data[] = {std::vector<float>(kNumel), std::vector<float>(kNumel)};
-  int reads_before = 0, reads_after = 0;
-  run("late", host, [&](int rank, Group& world) {
-    const auto broadcast = [&](double timeout_s) { world.broadcast(data[rank].data(), call_of(Verb::kBroadcast, kNumel, 1, timeout_s)); };
-    broadcast(0);  // by both ways
-    if (rank == 0) reads_before = reads;
-    broadcast(0);
-    if (rank == 0) {
-      reads_after = reads;
-      comes_after = &has_given_up;
-    }
+  std::vector<float> data[] = {std::vector<float>(kNumel), std::vector<float>(kNumel)};  // of both, for as long as they are read
+  run("a late reader", host, [&](int rank, Group& world) {
+    if (rank == 0) comes_after = &has_given_up;
     world.barrier(0);
-    if (reads_after == reads_before) return;
-    expect_throw<Timeout>("a call that was given up", [&] { broadcast(rank == 1 ? 0.02 : 0); });
+    expect_throw<Timeout>("a call that was given up", [&] { world.broadcast(data[rank].data(), call_of(Verb::kBroadcast, kNumel, 1, rank == 1 ? 0.02 : 0)); });
     comes_after = nullptr;
     has_given_up = true;
   });
-  return reads_after > reads_before;
+}
+
+// While root 1 writes into the memory of rank 2, rank 0 gives the call up, and so does rank 2. Then the root must be out of the memory
+// of rank 2 before that leaves the call, and not come to rank 0 at all.
+void write_too_late() {
+  Host host(3);
+  std::atomic<bool> has_left{false}, has_written{false};
+  std::vector<float> kept(kNumel, -1.0f);
+  run("a late writer", host, [&](int rank, Group& world) {
+    std::vector<float> own = input_of(rank, kNumel);
+    float* const data = rank == 0 ? kept.data() : own.data();
+    if (rank == 1) on_write = [&] {
+      while (!has_left) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      has_written = true;
+    };
+    expect_throw<Timeout>("a call that was given up", [&] { world.broadcast(data, call_of(Verb::kBroadcast, kNumel, 1, rank == 0 ? 0.05 : 0)); });
+    if (rank == 0) has_left = true;
+    if (rank == 2) expect(has_written, "a reader waits for the writer that is inside its memory");
+    on_write = nullptr;
+  });
+  expect(kept[0] == -1.0f, "nothing is written into the memory of who has left");
 }
 
 }  // namespace
 
 void test_direct() {
+  move_at_once(2);
+  move_at_once(3);
+  write_too_late();
   read_directly();
   be_refused([]() -> bool& { return is_forbidden; }, "reading forbidden");
   be_refused([]() -> bool& { return finds_another; }, "another process");
-  bool was_late = false;
-  for (int i = 0; i < kTries && !was_late; ++i) was_late = read_too_late();
-  expect(was_late, "direct reads are faster in one of many groups");
+  read_too_late();
 }
 
 }  // namespace pycomm::shm::test

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,7 +63,7 @@ struct Host {
   std::unique_ptr<Group> group(int rank, std::vector<int> members, std::uint64_t area, double timeout_s = 600) const;
 
   const int ranks, ranks_per_core, fd;
-  std::optional<bool> swaps;  // of its groups of two ranks; where this does not say, they try it
+  Group::Choices choices;  // of its groups
   std::vector<std::unique_ptr<Life>> lives;
   std::vector<std::shared_ptr<Heaps>> heaps;
 };

@@ -85,7 +85,7 @@ std::unique_ptr<Group> Host::group(int rank, std::vector<int> members, std::uint
   setup.timeout_ns = static_cast<std::int64_t>(timeout_s * 1e9);
   setup.ranks_per_core = ranks_per_core;
   setup.heaps = heaps[rank];
-  setup.swaps = swaps;
+  setup.choices = choices;
   setup.about_to_block = [] {};
   setup.check_interrupt = [] {
     if (is_interrupted) throw Interrupt("interrupted");
