@@ -50,8 +50,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_and_describe(pid: int) -> str:
-    """Returns what a process is and waits for. Ends it by SIGABRT, at which Python prints the stack of each thread, unless
-    it has children, whose words it may pass on.
+    """Returns what a process is and waits for. Ends it by SIGABRT, at which Python prints the stack of each thread,
+    unless it has children, whose words it may pass on.
     """
     try:
         command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -243,7 +243,7 @@ def test_the_main_job_learns_the_digits() -> None:
 
 @pytest.mark.slow
 def test_a_sharded_gpt_learns() -> None:
-    """Its held-out loss is below what the bytes' frequencies alone give: the example's own condition for exit code 0."""
+    """Its held-out loss is below what the bytes' frequencies alone give, the example's condition for exit code 0."""
     example = Path(__file__).parents[2] / "examples" / "train_gpt.py"
     done = start([str(BIN / "pycomm"), "run", "-n", "2", str(example), "--steps", "40"], COLUMNS="160")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

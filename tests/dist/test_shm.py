@@ -1,4 +1,4 @@
-"""What only shared memory can show: disagreement, death, Ctrl-C, forks, shared buffers, strangers, many ranks and calls."""
+"""What only shared memory can show: disagreement, death, Ctrl-C, forks, shared buffers, strangers, many ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_sum(ranks: int, numel: int = 5) -> None:
     assert (t == 2.0 * ranks).all()
 
 
-# -- ranks that disagree ---------------------------------------------------------------------------------------------------
+# -- ranks that disagree ---------------------------------------------------------------------------------------------
 
 CALLS: dict[str, Any] = {
     "numel": (lambda t: pycomm.all_reduce(t), lambda t: pycomm.all_reduce(t[:3])),
@@ -73,7 +73,7 @@ def test_every_rank_sees_the_one_that_differs() -> None:
     run_ranks(3, one_of_three_disagrees)
 
 
-# -- death and other ends --------------------------------------------------------------------------------------------------
+# -- death and other ends --------------------------------------------------------------------------------------------
 
 
 def lose_rank_2(rank: int, how: str) -> None:
@@ -180,7 +180,7 @@ def test_a_stopped_rank_is_waited_for_without_burning_a_core() -> None:
 
 
 def let_threads_run(rank: int, path: str) -> None:
-    """Rank 1 comes when a thread of rank 0 has run, which a blocked collective that kept Python's lock would prevent."""
+    """Rank 1 comes when a thread of rank 0 has run, which a collective that kept Python's lock would prevent."""
     if rank == 1:
         wait_until(Path(path).exists)
         return pycomm.barrier()
@@ -222,7 +222,7 @@ def test_a_forked_child_is_not_a_rank() -> None:
     run_ranks(2, fork_a_child)
 
 
-# -- shared buffers --------------------------------------------------------------------------------------------------------
+# -- shared buffers --------------------------------------------------------------------------------------------------
 
 
 def reduce_shared(rank: int, ranks: int) -> None:
@@ -262,20 +262,38 @@ def forbid(system_call: int) -> None:
     assert libc.prctl(set_seccomp, by_filter, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
 
 
-def move_with_one_who_may_not_read(rank: int) -> None:
-    if rank == 1:
-        forbid({"x86_64": 310, "aarch64": 270}[platform.machine()])  # process_vm_readv
-    for numel in (10_000, 20_000, 300_000):
-        data = torch.full((numel,), float(rank))
-        pycomm.broadcast(data, 2)
-        assert data.eq(2.0).all()
-        gathered = torch.empty(3 * numel)
-        pycomm.all_gather_into_tensor(gathered, torch.full((numel,), float(rank)))
-        assert torch.equal(gathered, torch.arange(3.0).repeat_interleave(numel))
+PROCESS_VM_READV, PROCESS_VM_WRITEV = {"x86_64": (310, 311), "aarch64": (270, 271)}[platform.machine()]
 
 
-def test_where_a_rank_may_not_read_the_others_memory_all_messages_go_through_shared_memory() -> None:
-    run_ranks(3, move_with_one_who_may_not_read)
+def move_directly(rank: int, ranks: int, forbidden: int | None) -> None:
+    if rank == 1 and forbidden is not None:
+        forbid(forbidden)
+    for numel in (10_000, 20_000, 100_000, 300_000):
+        for root in range(ranks):
+            data = torch.full((numel,), float(rank))
+            pycomm.broadcast(data, root)
+            assert data.eq(root).all()
+            parts = [torch.full((numel,), float(r)) for r in range(ranks)]
+            gathered = [torch.empty(numel) for _ in range(ranks)]
+            pycomm.gather(parts[rank], gathered if rank == root else None, root)
+            assert rank != root or all(torch.equal(each, part) for each, part in zip(gathered, parts, strict=True))
+            pycomm.scatter(data, parts if rank == root else None, root)
+            assert torch.equal(data, parts[rank])
+        whole = torch.empty(ranks * numel)
+        pycomm.all_gather_into_tensor(whole, parts[rank])
+        assert torch.equal(whole, torch.cat(parts))
+        pycomm.all_to_all_single(whole, torch.full((ranks * numel,), float(rank)))
+        assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "forbidden", [None, PROCESS_VM_READV, PROCESS_VM_WRITEV], ids=["allowed", "may not read", "may not write"]
+)
+def test_messages_go_from_memory_to_memory_or_where_that_is_forbidden_through_shared_memory(
+    ranks: int, forbidden: int | None
+) -> None:
+    run_ranks(ranks, move_directly, ranks, forbidden)
 
 
 def scatter_in_place_on_one(rank: int) -> None:
@@ -307,7 +325,7 @@ def test_freed_shared_buffers_are_used_again() -> None:
     run_ranks(1, reuse_heap)
 
 
-# -- many ----------------------------------------------------------------------------------------------------------------------
+# -- many ------------------------------------------------------------------------------------------------------------
 
 
 def make_groups(rank: int) -> None:
@@ -393,7 +411,7 @@ def test_a_tensor_of_more_than_2_gib() -> None:
     run_ranks(2, reduce_beyond_int32)
 
 
-# -- strangers -------------------------------------------------------------------------------------------------------------
+# -- strangers -------------------------------------------------------------------------------------------------------
 
 
 def names_of_sockets() -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
 from test_launchers import JOBS, check, reports, start
 from test_listening import PYCOMM_RUN, running
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend.training import batch, check_gradients, joined_gradients, network, rank, world
 from torch.nn.parallel import DistributedDataParallel
+
+from backend.training import batch, check_gradients, joined_gradients, network, rank, world
 
 
 def case_compile() -> None:

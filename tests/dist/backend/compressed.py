@@ -1,15 +1,15 @@
-"""Compressed training with DDP and FSDP2: the ranks stay equal, and error feedback makes good what a step leaves out."""
+"""Compressed training with DDP and FSDP2: ranks stay equal, and error feedback makes good what a step leaves out."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from backend.training import batch, check_equal_ranks, check_gradients, joined_gradients, network
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from backend.training import batch, check_equal_ranks, check_gradients, joined_gradients, network
 from pycomm.torch_backend import Options, compress_fsdp, ddp_hook
 
 

@@ -19,7 +19,6 @@ import pycomm
 from pycomm.monitor import watch
 from pycomm.torch_backend import Options
 
-
 SECONDS = 60  # to wait for the others, who may be stopped for a while on a machine that is busy
 
 
@@ -72,7 +71,7 @@ def case_errors_reach_the_backward_pass() -> None:
 
 
 def case_a_call_runs_out_of_time() -> None:
-    """The timeout is that of ``new_group`` until it is set anew. Its ranks may need longer than it to make the group."""
+    """The timeout is that of ``new_group`` until it is set anew. Its ranks may need longer to make the group."""
     group = own_group()
     side = pycomm_side(group)
     assert side.pycomm_group.timeout_s == SECONDS

@@ -1,4 +1,4 @@
-"""What PyTorch builds on a process group: DDP, FSDP2, DTensor, tensor and pipeline parallelism, checkpoints, compile."""
+"""What PyTorch builds on a process group: DDP, FSDP2, DTensor, tensor, pipeline parallelism, checkpoints, compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by every rank of test_two_hosts.py: collectives, messages and groups across hosts; prints what it found as JSON."""
+"""Run by every rank of test_two_hosts.py: collectives, messages and groups across hosts; prints what it found."""
 
 from __future__ import annotations
 

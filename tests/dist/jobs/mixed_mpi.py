@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from hosts import disagreements
 
 import pycomm
-from hosts import disagreements
 from pycomm.collectives import agreement, exchange
 from pycomm.topology import detect_launch
 
