@@ -44,7 +44,7 @@ void Group::all_reduce(void* output, const void* input, const Call& call) {
     factors_[0] = call.factor;
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
-  if (is_short(bytes)) {
+  if (is_short(call.verb, bytes)) {
     exchange(call, input, bytes);
     return all_reduce_in_slots(output, call);
   }
@@ -110,7 +110,7 @@ void Group::reduce(void* output, const void* input, const Call& call) {
     inputs_[rank_] = bytes_of(input) + offset;
     reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call);
   };
-  if (is_short(bytes)) {
+  if (is_short(call.verb, bytes)) {
     exchange(call, input, bytes);
     for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, bytes);
     return reduce_piece(0, bytes);
@@ -131,7 +131,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
   const auto row = [&, apart = call.row > 0 ? call.row * item : bytes](std::size_t r) { return bytes_of(input) + r * apart; };
-  if (is_short(n * bytes)) {
+  if (is_short(call.verb, n * bytes)) {
     const std::size_t length = call.row > 0 ? bytes : n * bytes;  // parts that touch go at once
     for (std::size_t at = 0; at < n * bytes; at += length) put(payload(rank_, n * bytes) + at, row(at / bytes), length);
     publish(call);

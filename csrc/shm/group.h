@@ -168,7 +168,7 @@ class Group {
   }
   bool take_turns() const { return setup_.ranks_per_core > 1; }
   int cores() const { return (setup_.host_ranks + setup_.ranks_per_core - 1) / setup_.ranks_per_core; }
-  bool is_short(std::size_t bytes) const { return bytes <= at_.short_bytes; }
+  bool is_short(Verb verb, std::size_t bytes) const;  // it goes through the slots
   unsigned char* staged(int rank, std::size_t place) const {
     return area_ + at_.rings + static_cast<std::size_t>(rank) * at_.ring_bytes + place;
   }

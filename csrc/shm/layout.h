@@ -82,7 +82,7 @@ struct alignas(2 * kLine) Control {
 struct AreaLayout {
   int ranks;
   std::size_t slot_bytes;     // payload of one of a rank's two slots
-  std::size_t short_bytes;    // up to here a collective's message goes through the slots, above through the rings
+  std::size_t short_bytes;    // up to here a collective's message goes through the slots, where ranks use the rings
   std::size_t ring_bytes;     // a rank's staging ring
   std::size_t window_bytes;   // the most that a rank stages at a time
   std::size_t channel_bytes;  // one point-to-point channel
@@ -97,8 +97,8 @@ struct AreaLayout {
     AreaLayout at{};
     at.ranks = ranks;
     at.slot_bytes = ranks <= 2 ? 2 * 1024 : 4 * 1024;
-    // Two ranks swap any length by one exchange, and lines of the ring, which both have long left, are sooner written than those
-    // of a slot. For more ranks a second exchange costs more than reading the whole message of each other rank.
+    // Of two ranks' rings the lines, which both have long left, are sooner written than those of a slot. For more ranks a second
+    // exchange costs more than reading the whole message of each other rank.
     at.short_bytes = ranks <= 2 ? 512 : at.slot_bytes;
     // A ring that is larger than a core's L2 and, all rings together, smaller than L3; see [Note: the ring]. Where ranks
     // take turns on a core, large windows save turns.

@@ -21,7 +21,7 @@ void Group::broadcast(void* data, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
-  if (is_short(bytes)) {
+  if (is_short(call.verb, bytes)) {
     exchange(call, data, is_root ? bytes : 0);
     if (!is_root) copy(data, payload(call.root, bytes), bytes);
     return;
@@ -46,7 +46,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto block = [&, apart = call.row > 0 ? call.row * item : bytes](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * apart; };
-  if (is_short(bytes)) {
+  if (is_short(call.verb, bytes)) {
     exchange(call, input, bytes);
     for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
@@ -82,7 +82,7 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
-  if (is_short(bytes)) {
+  if (is_short(call.verb, bytes)) {
     exchange(call, input, bytes);
     for (int r = 0; is_root && r < ranks_; ++r) copy(outputs[r], payload(r, bytes), bytes);
     return;
@@ -111,7 +111,7 @@ void Group::scatter(void* output, const void* const* inputs, const Call& call) {
   const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
   const bool is_root = rank_ == call.root;
-  if (is_short(n * bytes)) {
+  if (is_short(call.verb, n * bytes)) {
     for (std::size_t r = 0; is_root && bytes > 0 && r < n; ++r) put(payload(rank_, n * bytes) + r * bytes, inputs[r], bytes);
     publish(call);
     meet(call, n * bytes);

@@ -25,6 +25,12 @@ namespace pycomm::shm {
 inline constexpr std::size_t kStep = 16u << 10;
 inline constexpr std::size_t kAskTo = 16u << 10;  // a message that is no longer finds its region in L1 at the next call
 
+inline constexpr std::size_t kSlotTo = 64;  // a longer message is sooner in a region, of which the lines are there, than in a slot
+
+inline bool Group::is_short(Verb verb, std::size_t bytes) const {
+  return bytes <= (may_swap(verb) && chosen_.swaps.value_or(true) ? kSlotTo : at_.short_bytes);
+}
+
 inline bool Group::may_swap(Verb verb) const { return ranks_ == 2 && !has_root(verb) && !take_turns(); }
 
 template <class Fill, class Use>
