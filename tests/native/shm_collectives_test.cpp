@@ -179,7 +179,7 @@ void barriers(int rank, Group& world) {
 
 void test_collectives() {
   const struct { int ranks, ranks_per_core; std::optional<bool> swaps; } kWorlds[] = {
-      {1, 1, {}}, {2, 1, false}, {2, 1, true}, {2, 1, {}}, {2, 2, {}}, {3, 1, {}}, {4, 2, {}}, {5, 3, {}}};
+      {1, 1, {}}, {2, 1, false}, {2, 1, true}, {2, 2, {}}, {3, 1, {}}, {4, 2, {}}, {5, 3, {}}};
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
     host.choices.swaps = world.swaps;
