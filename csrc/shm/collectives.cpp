@@ -9,7 +9,7 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kHeapsFrom = 4096;  // below, copying costs less than a second synchronization
+constexpr std::size_t kCopiedTo = 4096;  // up to here copying costs less than a second synchronization
 
 }  // namespace
 
@@ -48,7 +48,7 @@ void Group::all_reduce(void* output, const void* input, const Call& call) {
     exchange(call, input, bytes);
     return all_reduce_in_slots(output, call);
   }
-  const Places mine = bytes < kHeapsFrom ? Places{} : Places{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
+  const Places mine = bytes <= kCopiedTo ? Places{} : Places{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
   if (ranks_ == 2) return all_reduce_in_one_shot(bytes_of(output), bytes_of(input), call, mine);
   all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
 }

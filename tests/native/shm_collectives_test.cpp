@@ -7,7 +7,7 @@
 namespace pycomm::shm::test {
 namespace {
 
-// In elements of 4 bytes: nothing, one, the header's line and past it, below and above kHeapsFrom, past a slot (of 2 or 4
+// In elements of 4 bytes: nothing, one, the header's line and past it, at and above kCopiedTo, past a slot (of 2 or 4
 // KiB), windows with a rest. The ring of 2 to 4 MiB is walked around by the many calls.
 const std::size_t kNumels[] = {0, 1, 8, 9, 128, 129, 500, 513, 1024, 1025, 4673, 9345, 60001, 200003};
 
