@@ -17,7 +17,7 @@ constexpr std::size_t kAlign = 16;              // frames start on multiples of 
 constexpr std::size_t kSegment = 64 * 1024;     // so much is written before the receiver is told
 constexpr int kSpins = 200;
 constexpr std::int64_t kYieldNs = 50'000;
-constexpr auto kHelpAfter = std::chrono::microseconds(500);  // how long a message may rest before the helper moves it
+constexpr auto kHelpAfter = std::chrono::microseconds(500);  // how long nobody may call before the helper moves what there is
 
 // What the board says of a wait for a message goes with the wait.
 struct OnBoard {
@@ -44,6 +44,7 @@ void Mailbox::close() {
     is_closed_ = true;
     if (!broken_) fail_all(std::make_exception_ptr(Misuse("closed by this rank", waiter_.where("send/recv"))));
     changed_.notify_all();
+    called_.notify_all();
   }
   if (helper_.joinable()) helper_.join();
   waiter_.leave();
@@ -82,6 +83,7 @@ std::shared_ptr<Message> Mailbox::receive(void* data, std::size_t bytes, int pee
 std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   const std::lock_guard<std::mutex> lock(mutex_);
   store_relaxed(messages_, messages_ + 1);  // where() reads it without the lock
+  ++calls_;
   if (broken_) std::rethrow_exception(broken_);
   if (message->is_send && !has_channel_[message->peer]) {
     populate_(static_cast<std::size_t>(channel(rank_, message->peer) - area_), at_.channel_bytes);
@@ -92,12 +94,13 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   progress();
   if (message->is_done) return message;
   if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
-  changed_.notify_all();
+  if (helper_rests_) called_.notify_all();
   return message;
 }
 
 bool Mailbox::test(const std::shared_ptr<Message>& message) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  ++calls_;
   if (!message->is_done) progress();
   if (message->is_done) throw_if_failed(*message);
   return message->is_done;
@@ -106,7 +109,10 @@ bool Mailbox::test(const std::shared_ptr<Message>& message) {
 void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns) {
   const char* doing = message->is_send ? "send" : "recv";
   std::unique_lock<std::mutex> lock(mutex_);
+  ++calls_;
+  ++onlookers_;
   while (is_driven_ && !message->is_done) changed_.wait_for(lock, std::chrono::milliseconds(1));
+  --onlookers_;
   if (message->is_done) return throw_if_failed(*message);
   is_driven_ = true;
   Deadline deadline{timeout_ns, monotonic_ns() + timeout_ns};
@@ -156,17 +162,20 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
     throw;
   }
   is_driven_ = false;
-  changed_.notify_all();
+  if (onlookers_ > 0) changed_.notify_all();
   throw_if_failed(*message);
 }
 
 void Mailbox::help() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_closed_) {
-    changed_.wait_for(lock, kHelpAfter, [this] { return is_closed_; });
-    if (is_closed_ || is_driven_ || broken_) continue;
+    const std::uint64_t calls = calls_;
+    called_.wait_for(lock, kHelpAfter, [this] { return is_closed_; });
+    if (is_closed_ || is_driven_ || broken_ || calls != calls_) continue;  // this rank does it itself
     if (!has_work()) {
-      changed_.wait(lock, [this] { return is_closed_ || has_work(); });
+      helper_rests_ = true;  // to be called from there costs the caller some ten microseconds
+      called_.wait(lock, [this] { return is_closed_ || has_work(); });
+      helper_rests_ = false;
       continue;
     }
     while (progress()) {}

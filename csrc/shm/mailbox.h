@@ -2,7 +2,7 @@
 //
 // A message is a frame (length, tag) and its bytes, streamed through the channel of its pair, however long. The receiver matches by tag; what nobody has asked for yet is set aside, so that one tag does not
 // block another. Bytes move when somebody waits for a message of this mailbox, or when a helper thread of the mailbox
-// (started by the first message that does not complete at once) finds that nobody does.
+// (started by the first message that does not complete at once) finds that nobody has called for a while.
 #pragma once
 
 #include <condition_variable>
@@ -113,13 +113,17 @@ class Mailbox {
   Populate populate_;
 
   std::mutex mutex_;                      // guards everything below
-  std::condition_variable changed_;
+  std::condition_variable changed_;       // a message that others wait for, or who drives them on
+  std::condition_variable called_;        // the helper
   std::list<std::shared_ptr<Message>> sends_, receives_;  // under way, in the order they were started
   std::vector<Inbound> inbound_;
   std::vector<char> has_channel_;
   std::uint64_t messages_ = 0;
   std::exception_ptr broken_;             // why nothing works any more
-  bool is_driven_ = false;                // some thread is inside wait's loop
+  bool is_driven_ = false;                // some thread is inside wait's loop,
+  int onlookers_ = 0;                     // and so many wait for it
+  std::uint64_t calls_ = 0;               // of this class
+  bool helper_rests_ = false;             // until it is called
   bool is_closed_ = false;
   std::thread helper_;
 };
