@@ -35,21 +35,21 @@ inline constexpr std::size_t kDeliverFrom = 12u << 10, kDeliverTo = 2u << 20;
 // What copies wait for others that copy as much, whom they must not put to sleep: waking one takes longer than they do.
 inline constexpr std::size_t kBytesASpin = 200;  // at 10 GB/s
 
-template <class Read>
-bool Group::read_by_all(const char* verb, std::size_t bytes, Read read) {
-  if (!read()) store_relaxed(ping(rank_).refused, seq_);
+template <class Move>
+bool Group::move_by_all(const char* verb, std::size_t bytes, Move move) {
+  if (!move()) store_relaxed(ping(rank_).refused, seq_);
   sync(verb, kSpinsAlone + static_cast<int>(bytes / kBytesASpin));
   for (int r = 0; r < ranks_; ++r) is_refused_ |= load_relaxed(ping(r).refused) == seq_;
   return !is_refused_;
 }
 
-template <class Read, class Stage>
-void Group::move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Read read, Stage stage) {
+template <class Move, class Stage>
+void Group::move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Move move, Stage stage) {
   const char* const verb = verb_name(call.verb);
-  const auto move = [&] { return read_by_all(verb, bytes, read); };
-  if (!move()) return stage();
+  const auto move_all = [&] { return move_by_all(verb, bytes, move); };
+  if (!move_all()) return stage();
   if (way.has_value()) return account(bytes, verb);
-  way = is_faster(verb, [&] { return stage(), true; }, move);
+  way = is_faster(verb, [&] { return stage(), true; }, move_all);
   if (!way.has_value()) stage();
 }
 

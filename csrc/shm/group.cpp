@@ -211,6 +211,12 @@ void Group::use_ring() {
   has_ring_ = true;
 }
 
+void Group::use_region() {
+  if (has_region_) return;
+  mapping_->populate(at_.regions + static_cast<std::size_t>(rank_) * kRegionBytes, kRegionBytes, false);
+  has_region_ = true;
+}
+
 std::size_t Group::take(std::size_t bytes) {
   bytes = round_up(bytes, kLine);
   if (cursor_ + bytes > at_.ring_bytes) cursor_ = 0;

@@ -198,6 +198,7 @@ class Group {
   void load_factors(const Call& call);                  // everybody's factor of a PREMUL_SUM
 
   void use_ring();                       // populates this rank's ring, once
+  void use_region();                     // the region that this rank fills first
   std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
   void publish_window(std::uint64_t window);  // this rank's part of it is written
   void await_windows(const char* verb, std::uint64_t ahead = 0, int spins = kSpinsAlone);  // everybody's, but for the last `ahead`
@@ -237,13 +238,13 @@ class Group {
     std::size_t longest, least;  // part of all, and the least of what is the longest part of a rank; elements
   };
   Lengths compare_splits(const Call& call);
-  // Messages that may be read where they lie, once the ranks have met and told where: `read()` says whether it could, `stage()`
+  // Messages that may be read where they lie, once the ranks have met and told where: `move()` says whether it could, `stage()`
   // moves them in windows.
   bool may_go_directly(std::optional<bool> way) const { return way.value_or(true) && ranks_ > 1 && !is_refused_ && !take_turns(); }
-  template <class Read, class Stage>
-  void move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Read read, Stage stage);
-  template <class Read>
-  bool read_by_all(const char* verb, std::size_t bytes, Read read);
+  template <class Move, class Stage>
+  void move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Move move, Stage stage);
+  template <class Move>
+  bool move_by_all(const char* verb, std::size_t bytes, Move move);
   // What one rank sends to all others, from its `data` to theirs.
   bool may_deliver(std::size_t bytes) const;
   template <class Own, class Stage>

@@ -29,6 +29,13 @@ inline constexpr std::size_t kRegionBytes = 128u << 10;  // of two that two rank
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
+// The length, in whole lines, of as few pieces of `total` bytes as are no longer than `most`, whole lines too. All alike: a last one
+// of a few lines would cost as much waiting as the others.
+constexpr std::size_t even_piece(std::size_t total, std::size_t most) {
+  const std::size_t pieces = (total + most - 1) / most;
+  return round_up((total + pieces - 1) / pieces, kLine);
+}
+
 // The first line of a rank's slot: what it calls, and the flag that says the slot is filled. The receiver reads this
 // line anyway, so comparing what the ranks called costs no further cache miss.
 struct alignas(kLine) Header {

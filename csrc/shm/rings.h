@@ -21,9 +21,7 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
                                                    : load.is_long ? kLongPieces : kPieces;
   std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
   if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(kLeastPiece, load.total / kLeastPieces / kLine * kLine));
-  // All alike: a last one of a few lines would cost as much waiting as the others.
-  const std::size_t windows = (load.total + piece - 1) / piece;
-  piece = round_up((load.total + windows - 1) / windows, kLine);
+  piece = even_piece(load.total, piece);
   const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains
   // Who reads nothing only has to leave the others the time to read; [Note: the ring].
   const bool reads = !has_root(call.verb) || (rank_ == call.root) == (call.verb == Verb::kReduce || call.verb == Verb::kGather);

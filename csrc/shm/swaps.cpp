@@ -1,7 +1,4 @@
 // Whether two ranks swap regions: they try it once, and again when their cores have moved.
-#include "swaps.h"
-
-#include "rings.h"
 #include "trial.h"
 #include "windows.h"
 

@@ -22,9 +22,8 @@
 
 namespace pycomm::shm {
 
-inline constexpr std::size_t kStep = 16u << 10;
+inline constexpr std::size_t kStep = 16u << 10;   // so much is filled before the other rank is told
 inline constexpr std::size_t kAskTo = 16u << 10;  // a message that is no longer finds its region in L1 at the next call
-
 inline constexpr std::size_t kSlotTo = 64;  // a longer message is sooner in a region, of which the lines are there, than in a slot
 
 inline bool Group::is_short(Verb verb, std::size_t bytes) const {
@@ -36,16 +35,14 @@ inline bool Group::may_swap(Verb verb) const { return ranks_ == 2 && !has_root(v
 template <class Fill, class Use>
 void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
   const char* const verb = verb_name(call.verb);
-  const std::size_t rounds = (load.total + kRegionBytes - 1) / kRegionBytes;
-  const std::size_t piece = round_up((load.total + rounds - 1) / rounds, kLine), steps = (piece + kStep - 1) / kStep;
+  const std::size_t piece = even_piece(load.total, kRegionBytes), steps = (piece + kStep - 1) / kStep;
   const std::size_t block = load.is_streamed ? kStep : kBlock;  // a fence after each block would cost more than it gains
   const auto apply = [&](auto& function, unsigned char* window, std::size_t offset, std::size_t at, std::size_t end) {
     if (at >= end) return;
     const auto part = [&](int, std::size_t) { return window + at; };  // the only one, of the only other rank
     function(part, offset + at, std::min(block, end - at));
   };
-  if (!has_region_) mapping_->populate(at_.regions + static_cast<std::size_t>(rank_) * kRegionBytes, kRegionBytes, false);
-  has_region_ = true;
+  use_region();
   for (std::size_t at = 0; at < piece; at += block) apply(fill, region(round_), 0, at, std::min(piece, load.total));
   const bool has_come = meet_in_windows(call, load);
   if (!has_come) publish_window(window_ + steps - 1);
