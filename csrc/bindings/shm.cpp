@@ -5,12 +5,12 @@
 #include "../shm/board.h"
 #include "../shm/errors.h"
 #include "../shm/group.h"
-#include "../shm/mailbox.h"
 #include "../shm/process.h"
 #include "gil.h"
 #include "shm_call.h"
 #include "shm_errors.h"
 #include "shm_fast.h"
+#include "shm_messages.h"
 
 namespace py = pybind11;
 
@@ -20,8 +20,6 @@ namespace {
 using shm::Call;
 using shm::Group;
 using shm::Heaps;
-using shm::Mailbox;
-using shm::Message;
 using shm::Verb;
 
 // A block of the shared heap, given back when Python drops it.
@@ -57,7 +55,7 @@ void bind_group(py::module_& m) {
            }),
            py::arg("fd"), py::arg("host_ranks"), py::arg("area"), py::arg("rank"), py::arg("host_rank_of"), py::arg("pidfds"), py::arg("pids"),
            py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("ranks_per_core"), py::arg("heaps"), NoGil())
-      .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"))
+      .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"), py::arg("last_tag"))
       .def("all_reduce",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
              g.all_reduce(pointer(output), pointer(input), make_call(Verb::kAllReduce, numel, dtype, op, factor, 0, timeout_s));
@@ -101,12 +99,12 @@ void bind_group(py::module_& m) {
                           make_call(Verb::kAllToAll, 0, dtype, 0, 1, 0, timeout_s));
            }, NoGil())
       .def("barrier", [](Group& g, double timeout_s) { g.barrier(nanoseconds(timeout_s)); }, NoGil())
-      .def("send", [](Group& g, std::uintptr_t data, std::size_t bytes, int peer, std::int64_t tag) { return g.mailbox().send(pointer(data), bytes, peer, tag); },
-           NoGil())
-      .def("receive", [](Group& g, std::uintptr_t data, std::size_t bytes, int peer, std::int64_t tag) { return g.mailbox().receive(pointer(data), bytes, peer, tag); },
-           NoGil())
-      .def("test", [](Group& g, const std::shared_ptr<Message>& message) { return g.mailbox().test(message); }, NoGil())
-      .def("wait", [](Group& g, const std::shared_ptr<Message>& message, double timeout_s) { g.mailbox().wait(message, nanoseconds(timeout_s)); }, NoGil())
+      .def("start_message",
+           [](std::shared_ptr<Group> g, bool is_send, std::uintptr_t data, std::size_t bytes, int peer, std::int64_t tag, const py::object& tensor) {
+             PyObject* const message = start_message(std::move(g), is_send, pointer(data), bytes, peer, tag, tensor.ptr());
+             if (message == nullptr) throw py::error_already_set();
+             return py::reinterpret_steal<py::object>(message);
+           })
       .def("agree",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t bytes, int verb, int op, int dtype, int root, std::size_t numel, double timeout_s) {
              Call call{static_cast<Verb>(verb)};
@@ -142,8 +140,7 @@ void bind_shm(py::module_& m) {
       set_python_error();
     }
   });
-  py::class_<Message, std::shared_ptr<Message>>(m, "ShmMessage", "A point-to-point message under way.")
-      .def_readonly("peer", &Message::peer);
+  bind_messages(m);
   py::class_<Block>(m, "ShmBlock", py::buffer_protocol(), "A block of this rank's shared heap.")
       .def_buffer([](Block& b) { return py::buffer_info(static_cast<unsigned char*>(b.data), static_cast<py::ssize_t>(b.bytes)); });
   py::class_<Heaps, std::shared_ptr<Heaps>>(m, "ShmHeaps", "The shared heaps of the ranks of this host.")

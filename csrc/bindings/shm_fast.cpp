@@ -1,6 +1,6 @@
 // The short cuts of the shared-memory transport: `fast(tensor, op)` and its kin, plain C functions over the user's own tensor.
 //
-// Each answers True if the collective is done, and False, with nothing touched, if the arguments are not as plain as this
+// Each answers True if the call is done, or what it results in, and False, with nothing touched, if the arguments are not as plain as this
 // path wants them (a torch CPU tensor, contiguous, of a type and operator that we have). The ordinary path then does it,
 // or words the error.
 #include "shm_fast.h"
@@ -9,6 +9,7 @@
 
 #include "plain_tensor.h"
 #include "shm_errors.h"
+#include "shm_messages.h"
 
 namespace pycomm {
 namespace {
@@ -16,12 +17,6 @@ namespace {
 using shm::Call;
 using shm::Group;
 using shm::Verb;
-
-// What a short cut needs beside its arguments. Owned by the capsule that is the C function's `self`.
-struct Cut {
-  std::shared_ptr<Group> group;
-  PlainTensors tensors;
-};
 
 template <class Run>
 PyObject* run(std::size_t bytes, Run run_collective) {
@@ -34,8 +29,6 @@ PyObject* run(std::size_t bytes, Run run_collective) {
   }
   Py_RETURN_TRUE;
 }
-
-Cut& cut_of(PyObject* self) { return *static_cast<Cut*>(PyCapsule_GetPointer(self, nullptr)); }
 
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
@@ -187,7 +180,7 @@ PyObject* barrier(PyObject* self, PyObject* const*, Py_ssize_t count) {
 template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyMethodDef* definition(const char* name) {
   static PyMethodDef method{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL,
-                            "True if the collective is done, False if the ordinary path must do it."};
+                            "Does it and answers True, or what it results in; or False if the ordinary path must do it."};
   return &method;
 }
 
@@ -197,9 +190,9 @@ void destroy(PyObject* capsule) {
 
 }  // namespace
 
-pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& tensor, const pybind11::object& parameter) {
+pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& tensor, const pybind11::object& parameter, std::int64_t last_tag) {
   pybind11::dict cuts;
-  auto cut = std::make_unique<Cut>(Cut{std::move(group), PlainTensors(tensor, parameter)});
+  auto cut = std::make_unique<Cut>(Cut{std::move(group), PlainTensors(tensor, parameter), last_tag, pybind11::list()});
   if (!cut->tensors.can_read()) return cuts;
   const auto self = pybind11::reinterpret_steal<pybind11::object>(PyCapsule_New(cut.release(), nullptr, destroy));
   const auto add = [&](PyMethodDef* method) {
@@ -214,6 +207,10 @@ pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& 
   add(definition<gather>("gather"));
   add(definition<scatter>("scatter"));
   add(definition<all_to_all>("all_to_all_single"));
+  add(definition<fast_send>("send"));
+  add(definition<fast_recv>("recv"));
+  add(definition<fast_isend>("isend"));
+  add(definition<fast_irecv>("irecv"));
   return cuts;
 }
 

@@ -6,3 +6,4 @@
 #include "shm.cpp"
 #include "shm_errors.cpp"
 #include "shm_fast.cpp"
+#include "shm_messages.cpp"

@@ -49,7 +49,7 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, Py
   if (PyObject* const short_cut = find_short_cut(self, args, count, keywords)) {
     PyObject* const answer = PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
     Py_DECREF(short_cut);
-    if (answer == nullptr) return nullptr;
+    if (answer != Py_True && answer != Py_False) return answer;  // what the call results in, or null
     Py_DECREF(answer);
     if (answer == Py_True) Py_RETURN_NONE;
   }

@@ -35,6 +35,9 @@ void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inp
 
 // memcpy with non-temporal stores; ends with a store fence, so that a flag stored after it is seen after the bytes.
 void copy_streamed(void* destination, const void* source, std::size_t bytes);
+// The same without the fence, for one of several copies; after the last of them comes store_fence().
+void copy_streamed_unfenced(void* destination, const void* source, std::size_t bytes);
+void store_fence();
 
 // The instruction set that the calls above use on this machine: "avx512", "avx2" or "generic".
 const char* cpu_isa();

@@ -95,6 +95,7 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   int rank() const { return rank_; }
+  std::int64_t timeout_ns() const { return setup_.timeout_ns; }
   void set_timeout(std::int64_t timeout_ns) { setup_.timeout_ns = timeout_ns; }  // of calls that name none
   int ranks() const { return ranks_; }
 

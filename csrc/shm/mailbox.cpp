@@ -9,13 +9,14 @@
 
 #include "board.h"
 #include "errors.h"
+#include "windows.h"
 
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kAlign = 16;              // frames start on multiples of this, so that none wraps around
-constexpr std::size_t kSegment = 64 * 1024;     // so much is written before the receiver is told
-constexpr int kSpins = 200;
+constexpr std::size_t kMostAtOnce = 256 * 1024;  // so much moves before other threads get a turn
+constexpr int kSpins = 200, kSpinsCrowded = 40;  // before a rank yields; where ranks share a core, the latter
+constexpr int kLooksASpin = 4;                   // between which other threads may get in
 constexpr std::int64_t kYieldNs = 50'000;
 constexpr auto kHelpAfter = std::chrono::microseconds(500);  // how long nobody may call before the helper moves what there is
 
@@ -30,10 +31,24 @@ struct OnBoard {
 
 }  // namespace
 
+// Whether the bytes begin on the line after their frame: else they share it.
+bool Mailbox::is_apart(const Frame& frame) { return frame.bytes > kLine - sizeof(Frame); }
+
+// What there must be room for, for `message` to go on.
+std::size_t Mailbox::next_piece(const Message& message, const ChannelWriter& channel) {
+  return message.is_framed ? std::min(message.bytes - message.moved, channel.left()) : sizeof(Frame);
+}
+
 Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, Populate populate)
-    : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), counters_(reinterpret_cast<LineCounter*>(area + at.mail_counters)),
-      waiter_(std::move(setup)), populate_(std::move(populate)), inbound_(ranks_), has_channel_(ranks_, false) {
+    : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins), waiter_(std::move(setup)), populate_(std::move(populate)) {
   waiter_.name(std::move(group), &messages_);
+  auto* const counters = reinterpret_cast<LineCounter*>(area + at.mail_counters);
+  const auto written = [&](int from, int to) -> std::uint64_t& { return counters[2 * (from * ranks_ + to)].value; };
+  const auto read = [&](int from, int to) -> std::uint64_t& { return counters[2 * (from * ranks_ + to) + 1].value; };
+  for (int r = 0; r < ranks_; ++r) {
+    outbound_.push_back({ChannelWriter(ring(rank_, r), at_.channel_bytes, written(rank_, r), read(rank_, r)), {}});
+    inbound_.push_back({ChannelReader(ring(r, rank_), at_.channel_bytes, read(r, rank_), written(r, rank_)), {}, {}, {}, {}, {}, {}, {}, {}});
+  }
 }
 
 Mailbox::~Mailbox() { close(); }
@@ -50,22 +65,8 @@ void Mailbox::close() {
   waiter_.leave();
 }
 
-// -- the channel ---------------------------------------------------------------------------------------------------------------
-
-unsigned char* Mailbox::channel(int from, int to) const {
+unsigned char* Mailbox::ring(int from, int to) const {
   return area_ + at_.channels + (static_cast<std::size_t>(from) * static_cast<std::size_t>(ranks_) + static_cast<std::size_t>(to)) * at_.channel_bytes;
-}
-
-void Mailbox::write_channel(int to, const void* bytes, std::size_t count) {
-  const std::size_t at = written(rank_, to) % at_.channel_bytes, first = std::min(count, at_.channel_bytes - at);
-  std::memcpy(channel(rank_, to) + at, bytes, first);
-  std::memcpy(channel(rank_, to), static_cast<const unsigned char*>(bytes) + first, count - first);
-}
-
-void Mailbox::read_channel(int from, void* bytes, std::size_t count) const {
-  const std::size_t at = read(from, rank_) % at_.channel_bytes, first = std::min(count, at_.channel_bytes - at);
-  std::memcpy(bytes, channel(from, rank_) + at, first);
-  std::memcpy(static_cast<unsigned char*>(bytes) + first, channel(from, rank_), count - first);
 }
 
 // -- starting and waiting ---------------------------------------------------------------------------------------------------
@@ -80,17 +81,30 @@ std::shared_ptr<Message> Mailbox::receive(void* data, std::size_t bytes, int pee
   return start(std::make_shared<Message>(false, peer, tag, static_cast<unsigned char*>(data), bytes));
 }
 
-std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  store_relaxed(messages_, messages_ + 1);  // where() reads it without the lock
-  ++calls_;
-  if (broken_) std::rethrow_exception(broken_);
-  if (message->is_send && !has_channel_[message->peer]) {
-    populate_(static_cast<std::size_t>(channel(rank_, message->peer) - area_), at_.channel_bytes);
-    has_channel_[message->peer] = true;
+std::unique_lock<std::mutex> Mailbox::enter() {
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock) {
+    waiter_.about_to_block();
+    lock.lock();
   }
-  (message->is_send ? sends_ : receives_).push_back(message);
-  if (!message->is_send && take_aside(*message)) return message;
+  ++calls_;
+  return lock;
+}
+
+std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
+  const auto lock = enter();
+  store_relaxed(messages_, messages_ + 1);  // where() reads it without the lock
+  if (broken_) std::rethrow_exception(broken_);
+  if (message->is_send) {
+    Outbound& outbound = outbound_[message->peer];
+    if (!outbound.is_populated) populate_(static_cast<std::size_t>(ring(rank_, message->peer) - area_), at_.channel_bytes);
+    outbound.is_populated = true;
+    outbound.messages.push_back(message);
+    ++sends_;
+  } else {
+    receives_.push_back(message);
+    if (take_aside(*message)) return message;
+  }
   progress();
   if (message->is_done) return message;
   if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
@@ -99,8 +113,7 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
 }
 
 bool Mailbox::test(const std::shared_ptr<Message>& message) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  ++calls_;
+  const auto lock = enter();
   if (!message->is_done) progress();
   if (message->is_done) throw_if_failed(*message);
   return message->is_done;
@@ -108,27 +121,33 @@ bool Mailbox::test(const std::shared_ptr<Message>& message) {
 
 void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns) {
   const char* doing = message->is_send ? "send" : "recv";
-  std::unique_lock<std::mutex> lock(mutex_);
-  ++calls_;
+  auto lock = enter();
   ++onlookers_;
-  while (is_driven_ && !message->is_done) changed_.wait_for(lock, std::chrono::milliseconds(1));
+  while (is_driven_ && !message->is_done) {
+    waiter_.about_to_block();
+    changed_.wait_for(lock, std::chrono::milliseconds(1));
+  }
   --onlookers_;
   if (message->is_done) return throw_if_failed(*message);
   is_driven_ = true;
-  Deadline deadline{timeout_ns, monotonic_ns() + timeout_ns};
-  std::int64_t idle_since = monotonic_ns();
+  Deadline deadline{timeout_ns};
+  std::int64_t idle_since = 0;  // when the spinning ended
   const OnBoard on_board(log_);
   try {
     for (int idle = 0; !message->is_done; ++idle) {
-      if (progress()) {
-        idle = 0;
-        idle_since = monotonic_ns();
-        continue;
-      }
+      for (int look = 0; look < kLooksASpin && !is_anything_new(); ++look) pause();
+      const bool moved = progress();
+      if (message->is_done) break;
       const int peer = message->peer;  // another thread's progress may find out who the sender is
       lock.unlock();
-      if (idle < kSpins) {
+      if (moved) {
+        idle = 0;
+      } else if (idle < spins_) {
         pause();
+      } else if (idle == spins_) {
+        waiter_.about_to_block();
+        idle_since = monotonic_ns();
+        if (deadline.at_ns == 0) deadline.at_ns = idle_since + timeout_ns;
       } else if (monotonic_ns() - idle_since < kYieldNs) {
         sched_yield();
       } else {
@@ -197,47 +216,55 @@ void Mailbox::help() {
 
 // -- moving -----------------------------------------------------------------------------------------------------------------
 
+// What goes and what comes moves by turns; see [Note: by turns] in stores.h.
 bool Mailbox::progress() {
-  bool moved = false;
-  std::vector<bool> is_full(static_cast<std::size_t>(ranks_), false);
-  for (auto it = sends_.begin(); it != sends_.end();) {
-    Message& message = **it;
-    if (!is_full[message.peer]) moved |= push(message);
-    if (message.is_done) {
-      it = sends_.erase(it);
-    } else {
-      is_full[message.peer] = true;  // the next message to this rank comes after
-      ++it;
-    }
+  receivers_.clear();
+  senders_.clear();
+  for (int r = 0; r < ranks_; ++r) {
+    if (!outbound_[r].messages.empty()) receivers_.push_back(r);
+    if (inbound_[r].is_open || is_awaited(r)) senders_.push_back(r);
   }
-  for (int from = 0; from < ranks_; ++from)
-    if (is_awaited(from) || inbound_[from].is_open) moved |= pull(from);
+  const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kBlock;
+  bool moved = false, moves = true;
+  for (std::size_t bytes = 0; moves && bytes < kMostAtOnce; bytes += turn) {
+    moves = false;
+    for (const int r : receivers_) moves |= push(outbound_[r], turn);
+    for (const int r : senders_) moves |= pull(r, turn);
+    moved |= moves;
+  }
+  bool tells = false;
+  for (const int r : receivers_) tells |= outbound_[r].channel.tell();
+  for (const int r : senders_) tells |= inbound_[r].channel.tell();
+  if (tells) waiter_.published();
   return moved;
 }
 
-bool Mailbox::push(Message& message) {
-  std::uint64_t& end = written(rank_, message.peer);
-  const auto space = [&] { return at_.channel_bytes - (end - load_acquire(read(rank_, message.peer))); };
+bool Mailbox::push(Outbound& outbound, std::size_t most) {
+  ChannelWriter& channel = outbound.channel;
   bool moved = false;
-  if (!message.is_framed) {
-    if (space() < sizeof(Frame)) return false;
-    const Frame frame{message.bytes, message.tag};
-    write_channel(message.peer, &frame, sizeof frame);
-    store_release(end, end + sizeof frame);
-    message.is_framed = moved = true;
+  while (!outbound.messages.empty()) {
+    Message& message = *outbound.messages.front();
+    if (!message.is_framed) {
+      if (!channel.has_room(sizeof(Frame))) return moved;
+      const Frame frame{message.bytes, message.tag};
+      channel.write(&frame, sizeof frame);
+      if (is_apart(frame)) channel.go_to_next_line();
+      message.is_framed = moved = true;
+    }
+    while (message.moved < message.bytes) {
+      const std::size_t piece = next_piece(message, channel), count = std::min(piece, most);
+      if (count == 0 || !channel.has_room(piece)) return moved;
+      channel.write(message.data + message.moved, count);
+      message.moved += count;
+      most -= count;
+      moved = true;
+      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
+    }
+    channel.end_message();
+    message.is_done = true;
+    outbound.messages.pop_front();
+    --sends_;
   }
-  while (message.moved < message.bytes) {
-    const std::size_t count = std::min({message.bytes - message.moved, kSegment, static_cast<std::size_t>(space())});
-    if (count == 0) break;
-    write_channel(message.peer, message.data + message.moved, count);
-    message.moved += count;
-    const bool is_last = message.moved == message.bytes;
-    store_release(end, is_last ? round_up(end + count, kAlign) : end + count);
-    waiter_.published();
-    moved = true;
-  }
-  if (moved) waiter_.published();
-  message.is_done = message.moved == message.bytes;
   return moved;
 }
 
@@ -245,52 +272,42 @@ bool Mailbox::is_awaited(int from) const {
   return std::any_of(receives_.begin(), receives_.end(), [from](const auto& m) { return m->peer < 0 || m->peer == from; });
 }
 
-bool Mailbox::pull(int from) {
+bool Mailbox::pull(int from, std::size_t most) {
   Inbound& inbound = inbound_[from];
-  std::uint64_t& start = read(from, rank_);
-  const auto ready = [&] { return load_acquire(written(from, rank_)) - start; };
+  ChannelReader& channel = inbound.channel;
   bool moved = false;
   for (;;) {
     if (!inbound.is_open) {
-      if (ready() < sizeof(Frame) || !is_awaited(from)) return moved;
+      if (!channel.has(sizeof(Frame)) || !is_awaited(from)) return moved;
       open_inbound(from);
       moved = true;
     }
     while (inbound.moved < inbound.frame.bytes) {
-      const std::size_t count = std::min({inbound.frame.bytes - inbound.moved, kSegment, static_cast<std::size_t>(ready())});
-      if (count == 0) return moved;
+      const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
+      if (count == 0 || !channel.has(piece)) return moved;
       if (inbound.target) {
-        read_channel(from, inbound.target->data + inbound.moved, count);
+        channel.read(inbound.target->data + inbound.moved, count, inbound.is_streamed);
       } else if (!inbound.is_dropped) {
-        read_channel(from, inbound.aside.data() + inbound.moved, count);
+        channel.read(inbound.aside.data() + inbound.moved, count);
+      } else {
+        channel.skip(count);
       }
+      if (count < piece) channel.ask_for(count);
       inbound.moved += count;
-      const bool is_last = inbound.moved == inbound.frame.bytes;
-      store_release(start, is_last ? round_up(start + count, kAlign) : start + count);
-      waiter_.published();
+      most -= count;
       moved = true;
+      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
     }
-    if (inbound.target) {
-      inbound.target->is_done = true;
-      receives_.remove(inbound.target);
-    } else if (!inbound.is_dropped) {
-      inbound.set_aside.push_back({inbound.frame, std::move(inbound.aside)});
-      // Somebody may have asked for it while it came.
-      const auto asked = receives_;
-      for (const auto& message : asked)
-        if (take_aside(*message)) break;
-    }
-    inbound.is_open = false;
-    inbound.target = nullptr;
+    close_inbound(inbound);
   }
 }
 
 void Mailbox::open_inbound(int from) {
   Inbound& inbound = inbound_[from];
-  std::uint64_t& start = read(from, rank_);
-  read_channel(from, &inbound.frame, sizeof(Frame));
-  store_release(start, start + sizeof(Frame));
+  inbound.channel.read(&inbound.frame, sizeof(Frame));
+  if (is_apart(inbound.frame)) inbound.channel.go_to_next_line();
   inbound.is_open = true;
+  inbound.is_streamed = streams_output(inbound.frame.bytes);
   inbound.moved = 0;
   inbound.is_dropped = false;
   for (const auto& message : receives_) {
@@ -314,6 +331,23 @@ void Mailbox::open_inbound(int from) {
   inbound.is_dropped = true;  // lengths differ: the bytes go nowhere
   inbound.target = nullptr;
   receives_.remove(target);
+}
+
+void Mailbox::close_inbound(Inbound& inbound) {
+  inbound.channel.end_message();
+  inbound.is_open = false;
+  if (inbound.is_streamed) store_fence();
+  if (inbound.target) {
+    inbound.target->is_done = true;
+    receives_.remove(inbound.target);
+    inbound.target = nullptr;
+  } else if (!inbound.is_dropped) {
+    inbound.set_aside.push_back({inbound.frame, std::move(inbound.aside)});
+    // Somebody may have asked for it while it came.
+    const auto asked = receives_;
+    for (const auto& message : asked)
+      if (take_aside(*message)) break;
+  }
 }
 
 void Mailbox::accept(Message& message, const Frame& frame, int from) {
@@ -348,7 +382,14 @@ void Mailbox::cancel(const std::shared_ptr<Message>& message) {
     inbound.target = nullptr;
     inbound.is_dropped = true;
   }
-  sends_.remove(message);
+  if (message->is_send) {
+    auto& messages = outbound_[message->peer].messages;
+    const auto it = std::find(messages.begin(), messages.end(), message);
+    if (it != messages.end()) {
+      messages.erase(it);
+      --sends_;
+    }
+  }
   receives_.remove(message);
   // Half a message cannot be called back: the receiver would take the next one for its rest.
   if (message->is_send && message->is_framed) fail_all(std::current_exception());
@@ -356,13 +397,17 @@ void Mailbox::cancel(const std::shared_ptr<Message>& message) {
 
 void Mailbox::fail_all(const std::exception_ptr& error) {
   broken_ = error;
-  for (auto* list : {&sends_, &receives_}) {
-    for (const auto& message : *list) {
-      message->error = error;
-      message->is_done = true;
-    }
-    list->clear();
+  const auto fail = [&](const std::shared_ptr<Message>& message) {
+    message->error = error;
+    message->is_done = true;
+  };
+  for (Outbound& outbound : outbound_) {
+    std::for_each(outbound.messages.begin(), outbound.messages.end(), fail);
+    outbound.messages.clear();
   }
+  std::for_each(receives_.begin(), receives_.end(), fail);
+  receives_.clear();
+  sends_ = 0;
   for (Inbound& inbound : inbound_) {
     inbound.target = nullptr;
     inbound.is_dropped = true;
@@ -370,10 +415,10 @@ void Mailbox::fail_all(const std::exception_ptr& error) {
 }
 
 bool Mailbox::is_anything_new() {
-  for (const auto& message : sends_)
-    if (at_.channel_bytes - (written(rank_, message->peer) - load_acquire(read(rank_, message->peer))) >= sizeof(Frame)) return true;
+  for (Outbound& outbound : outbound_)
+    if (!outbound.messages.empty() && outbound.channel.has_room(next_piece(*outbound.messages.front(), outbound.channel))) return true;
   for (int from = 0; from < ranks_; ++from)
-    if ((is_awaited(from) || inbound_[from].is_open) && load_acquire(written(from, rank_)) != read(from, rank_)) return true;
+    if ((inbound_[from].is_open || is_awaited(from)) && inbound_[from].channel.has_any()) return true;
   return false;
 }
 

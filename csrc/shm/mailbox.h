@@ -1,8 +1,9 @@
 // Point-to-point messages of a group: a channel, a ring of bytes, for each ordered pair of ranks.
 //
-// A message is a frame (length, tag) and its bytes, streamed through the channel of its pair, however long. The receiver matches by tag; what nobody has asked for yet is set aside, so that one tag does not
-// block another. Bytes move when somebody waits for a message of this mailbox, or when a helper thread of the mailbox
-// (started by the first message that does not complete at once) finds that nobody has called for a while.
+// A message is a frame (length, tag) and its bytes, streamed through the channel of its pair, however long. The receiver
+// matches by tag; what nobody has asked for yet is set aside, so that one tag does not block another. Bytes move when
+// somebody waits for a message of this mailbox, or when a helper thread of the mailbox (started by the first message that
+// does not complete at once) finds that nobody has called for a while.
 #pragma once
 
 #include <condition_variable>
@@ -17,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "channel.h"
 #include "layout.h"
 #include "wait.h"
 
@@ -68,8 +70,15 @@ class Mailbox {
     Frame frame;
     std::vector<unsigned char> data;
   };
-  struct Inbound {  // what is being read from one rank's ring
+  struct Outbound {  // what goes to one rank, in the order in which it was started
+    ChannelWriter channel;
+    std::deque<std::shared_ptr<Message>> messages;
+    bool is_populated = false;
+  };
+  struct Inbound {  // what comes from one rank
+    ChannelReader channel;
     bool is_open = false;             // a frame has been read, its bytes are not all here
+    bool is_streamed = false;         // they are written past the caches
     Frame frame{};
     std::size_t moved = 0;
     std::shared_ptr<Message> target;  // where they go; if null, to `aside`, or nowhere if `is_dropped`
@@ -78,18 +87,18 @@ class Mailbox {
     std::deque<Aside> set_aside;
   };
 
-  std::uint64_t& written(int from, int to) const { return counters_[2 * (from * ranks_ + to)].value; }
-  std::uint64_t& read(int from, int to) const { return counters_[2 * (from * ranks_ + to) + 1].value; }
-  unsigned char* channel(int from, int to) const;
-  void write_channel(int to, const void* bytes, std::size_t count);
-  void read_channel(int from, void* bytes, std::size_t count) const;  // does not consume
-
+  unsigned char* ring(int from, int to) const;
+  static bool is_apart(const Frame& frame);
+  static std::size_t next_piece(const Message& message, const ChannelWriter& channel);
   std::shared_ptr<Message> start(std::shared_ptr<Message> message);
+  // Takes mutex_, for which another thread may have to copy first.
+  std::unique_lock<std::mutex> enter();
   // All of these are called with mutex_ held. The bool ones say whether a byte moved.
   bool progress();
-  bool push(Message& message);
-  bool pull(int from);
+  bool push(Outbound& outbound, std::size_t most);
+  bool pull(int from, std::size_t most);
   void open_inbound(int from);
+  void close_inbound(Inbound& inbound);
   bool take_aside(Message& message);
   void accept(Message& message, const Frame& frame, int from);  // `frame` is for `message`
   bool is_awaited(int from) const;
@@ -98,7 +107,7 @@ class Mailbox {
   bool is_anything_new();
   void help();
   static void throw_if_failed(const Message& message);
-  bool has_work() const { return !sends_.empty() || !receives_.empty(); }
+  bool has_work() const { return sends_ > 0 || !receives_.empty(); }
 
   struct alignas(kLine) LineCounter {
     std::uint64_t value;
@@ -106,8 +115,7 @@ class Mailbox {
 
   unsigned char* area_;
   const AreaLayout at_;
-  int rank_, ranks_;
-  LineCounter* counters_;
+  int rank_, ranks_, spins_;
   Waiter waiter_;
   Log* log_ = nullptr;
   Populate populate_;
@@ -115,9 +123,11 @@ class Mailbox {
   std::mutex mutex_;                      // guards everything below
   std::condition_variable changed_;       // a message that others wait for, or who drives them on
   std::condition_variable called_;        // the helper
-  std::list<std::shared_ptr<Message>> sends_, receives_;  // under way, in the order they were started
+  std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
-  std::vector<char> has_channel_;
+  std::size_t sends_ = 0;                              // under way, of all outbounds
+  std::list<std::shared_ptr<Message>> receives_;       // under way, in the order they were started
+  std::vector<int> receivers_, senders_;               // whom progress() moves bytes to and from
   std::uint64_t messages_ = 0;
   std::exception_ptr broken_;             // why nothing works any more
   bool is_driven_ = false;                // some thread is inside wait's loop,

@@ -42,6 +42,13 @@ inline void ask_to_read(const void* data, std::size_t bytes) {
   for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(static_cast<const char*>(data) + line);
 }
 
+// The same length, of which the compiler no longer knows that it is short. Else GCC, tuned for any processor, makes of a memcpy
+// up to 8 KiB a `rep movsq`, which on Sapphire Rapids takes twice the time of the C library's.
+inline std::size_t of_any_length(std::size_t bytes) {
+  asm("" : "+r"(bytes));
+  return bytes;
+}
+
 // Copies by plain stores what a caller has, to where another core or another rank of this one reads it.
 inline void copy_by_blocks(void* to, const void* from, std::size_t bytes) {
   const std::size_t ahead = bytes > kBlock ? kReadAhead : kBlock;  // by turns the next block comes while the other rank's is read
@@ -53,7 +60,7 @@ inline void copy_by_blocks(void* to, const void* from, std::size_t bytes) {
       ask_to_write(target, length);
       ask_to_read(source + ahead, length);
     }
-    std::memcpy(target, source, length);
+    std::memcpy(target, source, of_any_length(length));
   }
 }
 

@@ -112,6 +112,8 @@ class Waiter {
     get_up();
   }
 
+  // To be called before a wait that may take long; see Setup.
+  void about_to_block() const { setup_.about_to_block(); }
   // Runs pending signal handlers; throws if one of them raised.
   void check_interrupt() const { setup_.check_interrupt(); }
 

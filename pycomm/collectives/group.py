@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
 from .board import Recorder
-from .hooks import SHORT_CUT_VERBS, CollectiveRecord, make_record, not_now, observed
+from .hooks import SHORT_CUT_MESSAGES, SHORT_CUT_VERBS, CollectiveRecord, make_record, not_now, observed
 from .observed import Observed
 from .scope import Scope, Turn, Turns
 from .short_frames import short_cuts_by_frames
@@ -71,8 +71,8 @@ class Group(Observed):
     thread, and a later call waits for it first. As a context manager it closes itself at the end.
 
     The ``fast_*`` attributes are the transport's short cuts, taken by the verbs directly; they are ``not_now`` while
-    asynchronous calls are outstanding, all_reduces are being coalesced, a start hook is attached, or the group is
-    closed.
+    asynchronous calls are outstanding or the group is closed, and those of collectives also while all_reduces are being
+    coalesced or a start hook is attached.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Group(Observed):
         "_splits",
         "_turns",
         "_worker",
-        *(f"fast_{verb}" for verb in SHORT_CUT_VERBS),
+        *(f"fast_{verb}" for verb in (*SHORT_CUT_VERBS, *SHORT_CUT_MESSAGES)),
         "name",
         "orphans",
         "timeout_s",
@@ -103,9 +103,13 @@ class Group(Observed):
     fast_barrier: Callable[..., bool]
     fast_broadcast: Callable[..., bool]
     fast_gather: Callable[..., bool]
+    fast_irecv: Callable[..., Any]
+    fast_isend: Callable[..., Any]
+    fast_recv: Callable[..., Any]
     fast_reduce: Callable[..., bool]
     fast_reduce_scatter_single: Callable[..., bool]
     fast_scatter: Callable[..., bool]
+    fast_send: Callable[..., Any]
 
     def __init__(
         self,
@@ -358,17 +362,21 @@ class Group(Observed):
 
     def _refresh_fast(self) -> None:
         """Sets the ``fast_*`` attributes to the transport's short cuts if they may be taken now."""
-        fast: Mapping[str, Callable[..., bool]] = {}
-        is_free = self._worker.is_free and self._pending is None and not self._is_closed
-        is_free = is_free and not self._start_hooks and not self._data_hooks
-        if is_free and self._engine is not None:
-            selector = self._engine.selector
-            fast = {verb: each for verb, each in self.transport.fast.items() if selector.is_always_native(verb)}
+        fast: dict[str, Callable[..., Any]] = {}
+        is_free = self._worker.is_free and not self._is_closed
+        is_plain = self._pending is None and not self._start_hooks and not self._data_hooks
+        if is_free and is_plain and self._engine is not None:
+            selector, offered = self._engine.selector, self.transport.fast
+            fast = {
+                verb: offered[verb] for verb in SHORT_CUT_VERBS if verb in offered and selector.is_always_native(verb)
+            }
             if not fast and not self._hooks:  # which are told of the algorithm
                 fast = short_cuts_by_frames(self, self._recorder)
         if self._hooks:
             fast = {verb: observed(verb, each, self._tell, self.world_size) for verb, each in fast.items()}
-        for verb in SHORT_CUT_VERBS:
+        if is_free:
+            fast |= {verb: each for verb, each in self.transport.fast.items() if verb in SHORT_CUT_MESSAGES}
+        for verb in (*SHORT_CUT_VERBS, *SHORT_CUT_MESSAGES):
             setattr(self, f"fast_{verb}", fast.get(verb, not_now))
 
     # -- coalescing, see coalescing.py --------------------------------------------------------------------------------

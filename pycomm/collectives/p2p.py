@@ -18,7 +18,8 @@ from ..transport.base import FIRST_OWN_TAG
 from .context import resolve, root_rank
 from .group import Group
 from .tensors import as_tensor, flatten
-from .work import RequestWork, Work, forget_ended
+from .verbs import with_short_cut
+from .work import RequestWork, Work
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "start_message"]
 
@@ -28,10 +29,10 @@ _MAX_TAG = FIRST_OWN_TAG - 1
 def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
     """Starts sending ``tensor``; it must not be changed until the returned Work is complete."""
     g = resolve(group)
+    if request := g.fast_isend(tensor, _peer(g, dst, group_dst), tag):
+        return RequestWork(g, "isend", dst, request, tensor)
     with g.scope("isend"):
-        peer = root_rank(g, dst, group_dst, "dst")
-        t = as_tensor(tensor, "tensor", writes=False)
-        return _start(g, "isend", t, peer, _checked_tag(tag), tensor)
+        return _start(g, "isend", tensor, root_rank(g, dst, group_dst, "dst"), tag)
 
 
 def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> Work:
@@ -40,13 +41,14 @@ def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, 
     The data is there once the Work was waited on.
     """
     g = resolve(group)
+    if request := g.fast_irecv(tensor, _peer(g, src, group_src), tag):
+        return RequestWork(g, "irecv", src, request, tensor)
     with g.scope("irecv"):
         is_any = src is None and group_src is None
-        peer = None if is_any else root_rank(g, src, group_src, "src")
-        t = as_tensor(tensor, "tensor", writes=True)
-        return _start(g, "irecv", t, peer, _checked_tag(tag), tensor)
+        return _start(g, "irecv", tensor, None if is_any else root_rank(g, src, group_src, "src"), tag)
 
 
+@with_short_cut("fast_send", takes_group=False)
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -61,6 +63,7 @@ def send(
     isend(tensor, dst, g, tag, group_dst).wait(timeout)
 
 
+@with_short_cut("fast_recv", takes_group=False)
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -130,39 +133,42 @@ def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, t
     """
     g.check_open()
     with g.scope(verb):
-        t = as_tensor(tensor, "tensor", writes=verb == "irecv")
         if peer is not None and not 0 <= peer < g.world_size:
             raise ConfigError(f"expected a rank of the group, 0 to {g.world_size - 1}, got {peer}")
-        return _start(g, verb, t, peer, _checked_tag(tag), tensor, in_order=False)
+        short_cut = g.fast_irecv if verb == "irecv" else g.fast_isend
+        if request := short_cut(tensor, peer, tag):
+            return RequestWork(g, verb, peer, request, tensor, is_global=False)
+        return _start(g, verb, tensor, peer, tag, in_order=False)
 
 
-def _start(
-    g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, result: Any, in_order: bool = True
-) -> Work:
+def _peer(g: Group, rank: Any, group_rank: Any) -> Any:
+    """Returns the rank of the group that is meant, None if none is named, or -1, which is no rank of any group, where
+    ``root_rank`` has to say what is wrong.
+    """
+    if rank is None:
+        return group_rank
+    return g.ranks.index(rank) if group_rank is None and rank in g.ranks else -1
+
+
+def _start(g: Group, verb: str, tensor: Any, peer: int | None, tag: int, in_order: bool = True) -> Work:
     """Hands the message to the transport, after what the group has outstanding.
 
     Not ``in_order``: at once, where the transport can, and the handle tells ranks of the group.
     """
     is_receive = verb == "irecv"
-    flat = flatten(tensor, reads=not is_receive, writes=is_receive, devices=g.transport.devices)
+    _check_tag(tag)
+    t = as_tensor(tensor, "tensor", writes=is_receive)
+    flat = flatten(t, reads=not is_receive, writes=is_receive, devices=g.transport.devices)
     if in_order or not g.transport.messages_are_free:
         g.settle()
-    if g.orphans:
-        forget_ended(g.orphans)
     if is_receive:
         request = g.transport.irecv(flat.tensor, peer, tag)
     else:
         assert peer is not None
         request = g.transport.isend(flat.tensor, peer, tag)
-    whom = "any rank" if peer is None else f"rank {peer}"
-    description = (
-        f"{verb} {'from' if is_receive else 'to'} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
-    )
-    to_global: Callable[[int], int] = g.ranks.__getitem__ if in_order else int
-    return RequestWork(description, request, flat.finish, result, to_global, g.scope(verb), g.orphans)
+    return RequestWork(g, verb, peer, request, tensor, flat.finish, is_short_cut=False, is_global=in_order)
 
 
-def _checked_tag(tag: int) -> int:
+def _check_tag(tag: int) -> None:
     if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
         raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises few more), got {tag!r}")
-    return tag

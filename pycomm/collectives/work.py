@@ -6,15 +6,15 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..config import seconds
-from ..errors import CollectiveTimeoutError, TransportError
+from ..errors import CollectiveTimeoutError, TransportError, forget_locals
 
 if TYPE_CHECKING:
     from ..transport.base import Request
+    from .group import Group
 
 __all__ = ["RequestWork", "Work", "forget_ended"]
 
@@ -31,8 +31,14 @@ class Work:
 
     def __init__(self, description: str) -> None:
         self._description = description
-        self.future: Future[Any] = Future()
+        self._future: Future[Any] | None = Future()
         self._is_asked = False
+
+    @property
+    def future(self) -> Future[Any]:
+        """What completes with the call. For the library."""
+        assert self._future is not None
+        return self._future
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Blocks until the call is complete and returns True.
@@ -110,80 +116,139 @@ class Work:
 class RequestWork(Work):
     """A message under way: moves on when somebody waits or asks.
 
-    ``finish`` copies what came to where the caller wants it.
+    It has a future only if somebody wants one: making that takes longer than a short message.
     """
 
     def __init__(
         self,
-        description: str,
+        group: Group,
+        verb: str,
+        peer: int | None,
         request: Request,
-        finish: Callable[[], None] | None,
         result: Any,
-        to_global: Callable[[int], int],
-        scope: AbstractContextManager[None],
-        orphans: list[Request],
+        finish: Callable[[], None] | None = None,
+        *,
+        is_short_cut: bool = True,
+        is_global: bool = True,
     ) -> None:
-        """``orphans`` takes the request over if this handle is dropped before the message is complete."""
-        super().__init__(description)
-        self._orphans = orphans
+        """``finish`` copies what came to where the caller wants it; ``is_global``: ``source_rank`` tells global ranks.
+
+        A request that a short cut started says itself where it failed. ``group.orphans`` takes the request over if this
+        handle is dropped before the message is complete.
+        """
+        if group.orphans:
+            forget_ended(group.orphans)
+        self._future = None
+        self._is_asked = False
+        self._is_done = False
+        self._error: BaseException | None = None
+        self._group = group
+        self._verb = verb
+        self._peer = peer
         self._request = request
         self._finish = finish
         self._value = result
-        self._to_global = to_global
-        self._scope = scope
+        self._is_short_cut = is_short_cut
+        self._is_global = is_global
         self._lock = threading.Lock()
 
+    @property
+    def _description(self) -> str:  # type: ignore[override]
+        g = self._group
+        whom = "any rank" if self._peer is None else f"rank {self._peer}"
+        toward = "from" if self._verb == "irecv" else "to"
+        return f"{self._verb} {toward} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
+
+    @property
+    def future(self) -> Future[Any]:
+        if self._future is None:
+            with self._lock:
+                if self._future is None:
+                    self._future = Future()
+                    self._tell_future()
+        return self._future
+
     def __del__(self) -> None:
-        if self.future.done():
-            super().__del__()
-            return
-        # Its memory is in use until the message is complete, and a transport may call back what nobody holds.
-        self._orphans.append(self._request)
+        if not self._is_done:
+            # Its memory is in use until the message is complete, and a transport may call back what nobody holds.
+            self._group.orphans.append(self._request)
+        elif self._error is not None and not self._is_asked:
+            _log.error("%s failed, and its handle was dropped without a wait: %s", self._description, self._error)
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        if not self._is_done:
+            with self._lock:
+                if not self._is_done:
+                    self._move(self._request.wait, None if timeout is None else seconds(timeout))
+        if self._error is not None:
+            self._is_asked = True
+            raise self._error
+        return True
 
     def result(self, timeout: float | timedelta | None = None) -> Any:
-        with self._lock:
-            if not self.future.done():
-                timeout_s = None if timeout is None else seconds(timeout)
-                self._complete(lambda: self._request.wait(timeout_s))
-        return super().result()
+        self.wait(timeout)
+        return self._value
 
     def is_completed(self) -> bool:
-        if not self.future.done() and self._lock.acquire(blocking=False):
+        if not self._is_done and self._lock.acquire(blocking=False):
             try:
-                if not self.future.done() and self._tests_true():
-                    self._complete(lambda: None)
+                if not self._is_done:
+                    self._move(self._request.test)
             finally:
                 self._lock.release()
-        return self.future.done()
+        return self._is_done
+
+    def exception(self) -> BaseException | None:
+        if not self.is_completed():
+            return None
+        self._is_asked = True
+        return self._error
+
+    def set_result(self, result: Any) -> None:
+        self._value = result
+        self._is_done = True
+        self._tell_future()
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error = error
+        self._is_done = True
+        self._tell_future()
 
     def source_rank(self) -> int:
         """Returns the global rank that the message came from. Raises TransportError before it is complete."""
-        if not self.future.done():
+        if not self._is_done:
             raise TransportError(f"{self._description} is not complete; wait first")
-        return self._to_global(getattr(self._request, "source", -1))
+        source = getattr(self._request, "source", -1)
+        return self._group.ranks[source] if self._is_global else source
 
     _source_rank = source_rank  # as torch.distributed spells it
 
-    def _tests_true(self) -> bool:
-        try:
-            with self._scope:
-                return self._request.test()
-        except Exception as error:  # kept for whoever waits
-            self.set_exception(error)
-            return False
+    def _tell_future(self) -> None:
+        if self._future is None or not self._is_done:
+            return
+        if self._error is not None:
+            self._future.set_exception(self._error)
+        else:
+            self._future.set_result(self._value)
 
-    def _complete(self, wait: Callable[[], None]) -> None:
+    def _move(self, move: Callable[..., bool | None], *timeout_s: float | None) -> None:
+        """Runs the request's ``test`` or ``wait``, and completes the message unless that says False."""
         try:
-            with self._scope:
-                wait()
-                if self._finish is not None:
-                    self._finish()
+            if self._is_short_cut:
+                is_done = move(*timeout_s)
+            else:
+                with self._group.scope(self._verb):
+                    is_done = move(*timeout_s)
+                    if is_done is not False and self._finish is not None:
+                        self._finish()
         except CollectiveTimeoutError:
             raise  # the message is still under way
         except Exception as error:
+            forget_locals(error)
             self.set_exception(error)
         else:
-            self.set_result(self._value)
+            if is_done is not False:
+                self.set_result(self._value)
 
 
 def forget_ended(orphans: list[Request]) -> None:

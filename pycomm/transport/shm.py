@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from ..types import VERBS, ReduceOp, dtype_of_name
 from ._handoff import share_memory
 from ._patience import Patience
 from ._wording import CODES
-from .base import Request, Transport
+from .base import FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
@@ -85,8 +85,8 @@ class ShmTransport(Transport):
             ranks_per_core=host.ranks_per_core,
             heaps=host.heaps,
         )
-        self.fast: Mapping[str, Callable[..., bool]] = MappingProxyType(
-            self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
+        self.fast: Mapping[str, Callable[..., Any]] = MappingProxyType(
+            self._group.short_cuts(torch.Tensor, torch.nn.Parameter, FIRST_OWN_TAG - 1)
         )
 
     @property
@@ -226,12 +226,11 @@ class ShmTransport(Transport):
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
-        return _ShmRequest(self, flat, self._group.send(flat.data_ptr(), flat.nbytes, peer, tag))
+        return cast(Request, self._group.start_message(True, flat.data_ptr(), flat.nbytes, peer, tag, flat))
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
-        return _ShmRequest(
-            self, flat, self._group.receive(flat.data_ptr(), flat.nbytes, -1 if peer is None else peer, tag)
-        )
+        source = -1 if peer is None else peer
+        return cast(Request, self._group.start_message(False, flat.data_ptr(), flat.nbytes, source, tag, flat))
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
@@ -246,25 +245,6 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._group.close()
-
-
-class _ShmRequest(Request):
-    def __init__(self, transport: ShmTransport, flat: torch.Tensor, message: Any) -> None:
-        self._transport = transport
-        self._flat = flat  # must live until the message is done
-        self._message = message
-
-    @property
-    def source(self) -> int:
-        """The rank that sent the message; -1 until it has come, if any rank may."""
-        return int(self._message.peer)
-
-    def test(self) -> bool:
-        return bool(self._transport._group.test(self._message))
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        timeout_s = self._transport.timeout_s if timeout_s is None else timeout_s
-        self._transport._group.wait(self._message, timeout_s)
 
 
 def _row(whole: torch.Tensor) -> int:

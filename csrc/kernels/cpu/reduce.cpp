@@ -63,8 +63,12 @@ void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inp
   reduce_to_all_by_blocks(kernel, job);
 }
 
-void copy_streamed(void* destination, const void* source, std::size_t bytes) {
+void copy_streamed_unfenced(void* destination, const void* source, std::size_t bytes) {
   active_isa().copy_streamed(static_cast<char*>(destination), static_cast<const char*>(source), bytes);
+}
+
+void copy_streamed(void* destination, const void* source, std::size_t bytes) {
+  copy_streamed_unfenced(destination, source, bytes);
   store_fence();
 }
 

@@ -1,0 +1,36 @@
+// Messages of the shared-memory transport as Python has them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "../shm/group.h"
+#include "plain_tensor.h"
+
+namespace pycomm {
+
+// What a short cut needs beside its arguments. Owned by the capsule that is the C function's `self`.
+struct Cut {
+  std::shared_ptr<shm::Group> group;
+  PlainTensors tensors;
+  std::int64_t last_tag;       // that users may give a message
+  pybind11::list interrupted;  // messages that a signal handler made a call leave: their memory may yet be written
+};
+
+inline Cut& cut_of(PyObject* self) { return *static_cast<Cut*>(PyCapsule_GetPointer(self, nullptr)); }
+
+void bind_messages(pybind11::module_& m);
+
+// A message under way, pycomm._native.ShmMessage, which keeps `tensor` alive. Null, and a Python error set, if it can't be started.
+PyObject* start_message(std::shared_ptr<shm::Group> group, bool is_send, void* data, std::size_t bytes, int peer, std::int64_t tag,
+                        PyObject* tensor);
+
+// The short cuts send, recv, isend and irecv: of a plain tensor, a rank of the group (any, for None), and a tag. The last
+// two answer the message, the one before the rank that sent it.
+PyObject* fast_send(PyObject* self, PyObject* const* args, Py_ssize_t count);
+PyObject* fast_recv(PyObject* self, PyObject* const* args, Py_ssize_t count);
+PyObject* fast_isend(PyObject* self, PyObject* const* args, Py_ssize_t count);
+PyObject* fast_irecv(PyObject* self, PyObject* const* args, Py_ssize_t count);
+
+}  // namespace pycomm

@@ -1,0 +1,100 @@
+// The two ends of a channel: a ring of bytes from one rank to another, for point-to-point messages.
+//
+// The ring is divided into pieces. Each end counts what has passed it and tells the other one at the end of a piece and of
+// a message, since every time costs both ends a trip of a cache line. And it waits until a piece, or what a message takes of
+// it, is whole: with less, two ends that keep pace would soon tell each other of every line. Each message begins on a
+// line of its own, so that no line is read while it is written.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "stores.h"
+#include "wait.h"
+
+namespace pycomm::shm {
+
+inline constexpr std::size_t kPieceBytes = 16 * 1024;
+
+class ChannelEnd {
+ public:
+  // A ring of whole pieces; `own` counts what has passed this end, `other` what has passed the other one.
+  ChannelEnd(unsigned char* ring, std::size_t ring_bytes, std::uint64_t& own, const std::uint64_t& other)
+      : ring_(ring), ring_bytes_(ring_bytes), own_(own), other_(other), at_(own), whole_(own), told_(own), seen_(load_acquire(other)) {}
+
+  // How much of the piece is left: the most that is read or written at a time.
+  std::size_t left() const { return kPieceBytes - at_ % kPieceBytes; }
+  bool is_between_pieces() const { return whole_ == at_; }
+  // Tells the other end how far this one is with whole pieces and messages; true if there was anything to tell.
+  bool tell() {
+    if (told_ == whole_) return false;
+    store_release(own_, told_ = whole_);
+    return true;
+  }
+  void go_to_next_line() { go_on(round_up(at_, kLine) - at_); }
+  void end_message() {
+    go_to_next_line();
+    whole_ = at_;
+  }
+
+ protected:
+  unsigned char* here() const { return ring_ + at_ % ring_bytes_; }
+  void go_on(std::size_t bytes) {
+    at_ += bytes;
+    if (at_ % kPieceBytes == 0) whole_ = at_;
+  }
+
+  unsigned char* ring_;
+  std::size_t ring_bytes_;
+  std::uint64_t& own_;
+  const std::uint64_t& other_;
+  std::uint64_t at_, whole_;     // how far this end is, and where the last piece or message ended
+  std::uint64_t told_, seen_;    // what the other end knows of this one, and what this one knows of it
+};
+
+class ChannelWriter : public ChannelEnd {
+ public:
+  using ChannelEnd::ChannelEnd;
+
+  bool has_room(std::size_t bytes) {
+    const auto room = [this] { return ring_bytes_ - (at_ - seen_); };
+    if (room() >= bytes) return true;
+    seen_ = load_acquire(other_);
+    return room() >= bytes;
+  }
+  void write(const void* bytes, std::size_t count) {
+    copy_by_blocks(here(), bytes, count);
+    go_on(count);
+  }
+};
+
+class ChannelReader : public ChannelEnd {
+ public:
+  using ChannelEnd::ChannelEnd;
+
+  bool has(std::size_t bytes) {
+    if (seen_ - at_ >= bytes) return true;
+    seen_ = load_acquire(other_);
+    return seen_ - at_ >= bytes;
+  }
+  // Whether more has come than was read. Asks for the line in which it would be.
+  bool has_any() const {
+    __builtin_prefetch(here());
+    return load_acquire(other_) != at_;
+  }
+  // Past the caches if it `streams`; then store_fence() has to follow the last one.
+  void read(void* bytes, std::size_t count, bool streams = false) {
+    if (streams) {
+      copy_streamed_unfenced(bytes, here(), count);
+    } else if (count > 0) {
+      std::memcpy(bytes, here(), count);
+    }
+    go_on(count);
+  }
+  // Asks for as many bytes of this piece as will be read next.
+  void ask_for(std::size_t bytes) const { ask_to_read(here(), std::min(bytes, left())); }
+  void skip(std::size_t count) { go_on(count); }
+};
+
+}  // namespace pycomm::shm
