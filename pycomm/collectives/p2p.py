@@ -115,16 +115,15 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """
     if not p2p_op_list:
         raise ConfigError("batch_isend_irecv: expected at least one P2POp, got an empty list")
-    works: dict[int, Work] = {}
-    for verb in ("irecv", "isend"):  # receives first, so that messages find their place waiting
+    works: list[Any] = [None] * len(p2p_op_list)
+    # Receives first, so that messages find their place waiting.
+    for verb, start in (("irecv", irecv), ("isend", isend)):
         for index, message in enumerate(p2p_op_list):
-            if getattr(message.op, "__name__", None) != verb:
-                continue
-            # torch's P2POp fills in both ranks; the global one says it all.
-            group_peer = message.group_peer if message.peer is None else None
-            start = irecv if verb == "irecv" else isend
-            works[index] = start(message.tensor, message.peer, message.group, message.tag, group_peer)
-    return [works[index] for index in range(len(p2p_op_list))]
+            if message.op.__name__ == verb:
+                # torch's P2POp fills in both ranks; the global one says it all.
+                group_peer = message.group_peer if message.peer is None else None
+                works[index] = start(message.tensor, message.peer, message.group, message.tag, group_peer)
+    return works
 
 
 def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
