@@ -87,8 +87,13 @@ class ChannelReader : public ChannelEnd {
   void read(void* bytes, std::size_t count, bool streams = false) {
     if (streams) {
       copy_streamed_unfenced(bytes, here(), count);
-    } else if (count > 0) {
-      std::memcpy(bytes, here(), count);
+    } else {
+      for (std::size_t at = 0; at < count; at += kBlock) {
+        const std::size_t length = std::min(kBlock, count - at);
+        ask_to_read(here() + at + length, std::min(kBlock, count - at - length));
+        ask_to_write(static_cast<char*>(bytes) + at, length);
+        std::memcpy(static_cast<char*>(bytes) + at, here() + at, of_any_length(length));
+      }
     }
     go_on(count);
   }

@@ -2,7 +2,6 @@
 #include "direct.h"
 
 #include <sched.h>
-#include <sys/random.h>
 #include <sys/uio.h>
 
 #include "await.h"
@@ -10,16 +9,6 @@
 
 namespace pycomm::shm {
 namespace {
-
-// By which others know that it is this process whose memory they have read, and not a later one of its pid.
-const std::uint64_t& witness() {
-  static const std::uint64_t value = [] {
-    std::uint64_t random = 0;
-    if (getrandom(&random, sizeof random, 0) != sizeof random) random = static_cast<std::uint64_t>(monotonic_ns());
-    return random;
-  }();
-  return value;
-}
 
 // What the word of a gate goes through for each write.
 constexpr std::uint64_t opened(std::uint64_t write) { return 3 * write; }
@@ -31,19 +20,6 @@ bool pass(std::uint64_t& gate, std::uint64_t from, std::uint64_t to) {
 }
 
 }  // namespace
-
-Group::Source Group::source_of(const void* data) {
-  return {reinterpret_cast<std::uint64_t>(data), reinterpret_cast<std::uint64_t>(&witness()), witness()};
-}
-
-bool Group::read_memory(int rank, const Source& source, std::size_t offset, void* to, std::size_t bytes) const {
-  std::uint64_t seen = 0;
-  const struct iovec local[] = {{to, bytes}, {&seen, sizeof seen}};
-  const struct iovec remote[] = {{reinterpret_cast<void*>(source.address + offset), bytes},
-                                 {reinterpret_cast<void*>(source.witness_address), sizeof seen}};
-  const ssize_t read = process_vm_readv(setup_.pids[rank], local, 2, remote, 2, 0);
-  return read == static_cast<ssize_t>(bytes + sizeof seen) && seen == source.witness;
-}
 
 bool Group::write_memory(int rank, const Source& target, const void* from, std::size_t bytes, const char* verb) {
   std::uint64_t& gate = ping(rank).gate;

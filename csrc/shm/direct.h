@@ -24,6 +24,7 @@
 // whoever else may have that pid by now.
 #pragma once
 
+#include "memory.h"
 #include "trial.h"
 
 namespace pycomm::shm {
@@ -72,7 +73,7 @@ void Group::deliver(const Call& call, int sender, void* data, std::size_t bytes,
   };
   const auto read_rest = [&] {
     if (share > 0) open_gate();
-    return share == bytes || read_memory(sender, told<Source>(sender), share, static_cast<unsigned char*>(data) + share, bytes - share);
+    return share == bytes || read_memory(setup_.pids[sender], told<Source>(sender), share, static_cast<unsigned char*>(data) + share, bytes - share);
   };
   move_directly(call, chosen_.delivers_directly, bytes, [&] {
     writes_ += share > 0;

@@ -36,6 +36,7 @@
 #include "heap.h"
 #include "layout.h"
 #include "mailbox.h"
+#include "memory.h"
 #include "mapping.h"
 #include "wait.h"
 
@@ -154,9 +155,6 @@ class Group {
     bool are_shared() const { return input != 0 && output != 0; }
   };
 
-  struct Source {  // where in this process others may read what this rank sends; travels there, or in the payload behind it
-    std::uint64_t address, witness_address, witness;
-  };
   // A rank's slot for collective #seq; [Note: two slots].
   unsigned char* slot(int rank, std::uint64_t seq) const {
     return area_ + at_.slots + (2 * static_cast<std::size_t>(rank) + (seq & 1)) * at_.slot_stride;
@@ -250,8 +248,6 @@ class Group {
   bool may_deliver(std::size_t bytes) const;
   template <class Own, class Stage>
   void deliver(const Call& call, int sender, void* data, std::size_t bytes, std::size_t share, Own copy_own, Stage stage);
-  static Source source_of(const void* data);
-  bool read_memory(int rank, const Source& source, std::size_t offset, void* to, std::size_t bytes) const;
   bool write_memory(int rank, const Source& target, const void* from, std::size_t bytes, const char* verb);
   // [Note: direct writes]
   void open_gate();

@@ -128,7 +128,7 @@ struct AreaLayout {
     at.sleepers = take(n * sizeof(Sleeper), kLine);
     at.mail_control = take(sizeof(Control), kLine);
     at.mail_sleepers = take(n * sizeof(Sleeper), kLine);
-    at.mail_counters = take(n * n * 2 * kLine, kLine);
+    at.mail_counters = take(n * n * 3 * kLine, kLine);
     at.slot_stride = round_up(sizeof(Header) + at.slot_bytes, kPage);
     at.slots = take(n * 2 * at.slot_stride, kPage);
     at.resident = round_up(end, kPage);

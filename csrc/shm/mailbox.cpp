@@ -4,17 +4,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
-#include <iterator>
 
 #include "board.h"
 #include "errors.h"
-#include "windows.h"
+#include "process.h"
 
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kMostAtOnce = 256 * 1024;  // so much moves before other threads get a turn
 constexpr int kSpins = 200, kSpinsCrowded = 40;  // before a rank yields; where ranks share a core, the latter
 constexpr int kLooksASpin = 4;                   // between which other threads may get in
 constexpr std::int64_t kYieldNs = 50'000;
@@ -31,23 +28,16 @@ struct OnBoard {
 
 }  // namespace
 
-// Whether the bytes begin on the line after their frame: else they share it.
-bool Mailbox::is_apart(const Frame& frame) { return frame.bytes > kLine - sizeof(Frame); }
-
-// What there must be room for, for `message` to go on.
-std::size_t Mailbox::next_piece(const Message& message, const ChannelWriter& channel) {
-  return message.is_framed ? std::min(message.bytes - message.moved, channel.left()) : sizeof(Frame);
-}
-
 Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, Populate populate)
-    : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins), waiter_(std::move(setup)), populate_(std::move(populate)) {
+    : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins),
+      pids_(setup.pids), pidfds_(setup.pidfds), waiter_(std::move(setup)), populate_(std::move(populate)) {
   waiter_.name(std::move(group), &messages_);
   auto* const counters = reinterpret_cast<LineCounter*>(area + at.mail_counters);
-  const auto written = [&](int from, int to) -> std::uint64_t& { return counters[2 * (from * ranks_ + to)].value; };
-  const auto read = [&](int from, int to) -> std::uint64_t& { return counters[2 * (from * ranks_ + to) + 1].value; };
+  const auto counter = [&](int from, int to, int which) -> std::uint64_t& { return counters[3 * (from * ranks_ + to) + which].value; };
   for (int r = 0; r < ranks_; ++r) {
-    outbound_.push_back({ChannelWriter(ring(rank_, r), at_.channel_bytes, written(rank_, r), read(rank_, r)), {}});
-    inbound_.push_back({ChannelReader(ring(r, rank_), at_.channel_bytes, read(r, rank_), written(r, rank_)), {}, {}, {}, {}, {}, {}, {}, {}});
+    outbound_.push_back({r, ChannelWriter(ring(rank_, r), at_.channel_bytes, counter(rank_, r, 0), counter(rank_, r, 1)), Offer(counter(rank_, r, 2)), {}});
+    inbound_.push_back({ChannelReader(ring(r, rank_), at_.channel_bytes, counter(r, rank_, 1), counter(r, rank_, 0)), Offer(counter(r, rank_, 2)),
+                        {}, {}, {}, {}, {}, {}, {}, {}, {}});
   }
 }
 
@@ -105,7 +95,8 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
     receives_.push_back(message);
     if (take_aside(*message)) return message;
   }
-  progress();
+  // Who posts a long receive often sends as much next, and the other rank would wait for that while this one copies.
+  if (message->is_send || message->bytes < kPieceBytes) progress();
   if (message->is_done) return message;
   if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
   if (helper_rests_) called_.notify_all();
@@ -214,166 +205,6 @@ void Mailbox::help() {
   }
 }
 
-// -- moving -----------------------------------------------------------------------------------------------------------------
-
-// What goes and what comes moves by turns; see [Note: by turns] in stores.h.
-bool Mailbox::progress() {
-  receivers_.clear();
-  senders_.clear();
-  for (int r = 0; r < ranks_; ++r) {
-    if (!outbound_[r].messages.empty()) receivers_.push_back(r);
-    if (inbound_[r].is_open || is_awaited(r)) senders_.push_back(r);
-  }
-  const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kBlock;
-  bool moved = false, moves = true;
-  for (std::size_t bytes = 0; moves && bytes < kMostAtOnce; bytes += turn) {
-    moves = false;
-    for (const int r : receivers_) moves |= push(outbound_[r], turn);
-    for (const int r : senders_) moves |= pull(r, turn);
-    moved |= moves;
-  }
-  bool tells = false;
-  for (const int r : receivers_) tells |= outbound_[r].channel.tell();
-  for (const int r : senders_) tells |= inbound_[r].channel.tell();
-  if (tells) waiter_.published();
-  return moved;
-}
-
-bool Mailbox::push(Outbound& outbound, std::size_t most) {
-  ChannelWriter& channel = outbound.channel;
-  bool moved = false;
-  while (!outbound.messages.empty()) {
-    Message& message = *outbound.messages.front();
-    if (!message.is_framed) {
-      if (!channel.has_room(sizeof(Frame))) return moved;
-      const Frame frame{message.bytes, message.tag};
-      channel.write(&frame, sizeof frame);
-      if (is_apart(frame)) channel.go_to_next_line();
-      message.is_framed = moved = true;
-    }
-    while (message.moved < message.bytes) {
-      const std::size_t piece = next_piece(message, channel), count = std::min(piece, most);
-      if (count == 0 || !channel.has_room(piece)) return moved;
-      channel.write(message.data + message.moved, count);
-      message.moved += count;
-      most -= count;
-      moved = true;
-      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
-    }
-    channel.end_message();
-    message.is_done = true;
-    outbound.messages.pop_front();
-    --sends_;
-  }
-  return moved;
-}
-
-bool Mailbox::is_awaited(int from) const {
-  return std::any_of(receives_.begin(), receives_.end(), [from](const auto& m) { return m->peer < 0 || m->peer == from; });
-}
-
-bool Mailbox::pull(int from, std::size_t most) {
-  Inbound& inbound = inbound_[from];
-  ChannelReader& channel = inbound.channel;
-  bool moved = false;
-  for (;;) {
-    if (!inbound.is_open) {
-      if (!channel.has(sizeof(Frame)) || !is_awaited(from)) return moved;
-      open_inbound(from);
-      moved = true;
-    }
-    while (inbound.moved < inbound.frame.bytes) {
-      const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
-      if (count == 0 || !channel.has(piece)) return moved;
-      if (inbound.target) {
-        channel.read(inbound.target->data + inbound.moved, count, inbound.is_streamed);
-      } else if (!inbound.is_dropped) {
-        channel.read(inbound.aside.data() + inbound.moved, count);
-      } else {
-        channel.skip(count);
-      }
-      if (count < piece) channel.ask_for(count);
-      inbound.moved += count;
-      most -= count;
-      moved = true;
-      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
-    }
-    close_inbound(inbound);
-  }
-}
-
-void Mailbox::open_inbound(int from) {
-  Inbound& inbound = inbound_[from];
-  inbound.channel.read(&inbound.frame, sizeof(Frame));
-  if (is_apart(inbound.frame)) inbound.channel.go_to_next_line();
-  inbound.is_open = true;
-  inbound.is_streamed = streams_output(inbound.frame.bytes);
-  inbound.moved = 0;
-  inbound.is_dropped = false;
-  for (const auto& message : receives_) {
-    if ((message->peer >= 0 && message->peer != from) || message->tag != inbound.frame.tag) continue;
-    if (std::any_of(inbound_.begin(), inbound_.end(), [&](const Inbound& other) { return other.target == message; })) continue;
-    inbound.target = message;
-    break;
-  }
-  if (!inbound.target) {
-    try {
-      inbound.aside.assign(inbound.frame.bytes, 0);
-    } catch (const std::exception&) {  // no memory, or no length at all: nothing that comes after it can be found
-      const auto bytes = static_cast<std::int64_t>(inbound.frame.bytes);
-      fail_all(std::make_exception_ptr(Failed("no memory", waiter_.where("recv"), {from, inbound.frame.tag, bytes})));
-    }
-    return;
-  }
-  const auto target = inbound.target;
-  accept(*target, inbound.frame, from);
-  if (!target->is_done) return;
-  inbound.is_dropped = true;  // lengths differ: the bytes go nowhere
-  inbound.target = nullptr;
-  receives_.remove(target);
-}
-
-void Mailbox::close_inbound(Inbound& inbound) {
-  inbound.channel.end_message();
-  inbound.is_open = false;
-  if (inbound.is_streamed) store_fence();
-  if (inbound.target) {
-    inbound.target->is_done = true;
-    receives_.remove(inbound.target);
-    inbound.target = nullptr;
-  } else if (!inbound.is_dropped) {
-    inbound.set_aside.push_back({inbound.frame, std::move(inbound.aside)});
-    // Somebody may have asked for it while it came.
-    const auto asked = receives_;
-    for (const auto& message : asked)
-      if (take_aside(*message)) break;
-  }
-}
-
-void Mailbox::accept(Message& message, const Frame& frame, int from) {
-  message.peer = from;
-  if (frame.bytes == message.bytes) return;
-  message.is_done = true;
-  message.error = std::make_exception_ptr(Mismatch("size", waiter_.where("recv"), {from, frame.tag, static_cast<std::int64_t>(message.bytes),
-                                                                                   static_cast<std::int64_t>(frame.bytes)}));
-}
-
-bool Mailbox::take_aside(Message& message) {
-  for (int from = 0; from < ranks_; ++from) {
-    if (message.peer >= 0 && message.peer != from) continue;
-    auto& waiting = inbound_[from].set_aside;
-    const auto it = std::find_if(waiting.begin(), waiting.end(), [&](const Aside& aside) { return aside.frame.tag == message.tag; });
-    if (it == waiting.end()) continue;
-    accept(message, it->frame, from);
-    if (!message.is_done) std::copy(it->data.begin(), it->data.end(), message.data);
-    message.is_done = true;
-    waiting.erase(it);
-    receives_.remove_if([&](const auto& other) { return other.get() == &message; });
-    return true;
-  }
-  return false;
-}
-
 // -- failing ----------------------------------------------------------------------------------------------------------------
 
 void Mailbox::cancel(const std::shared_ptr<Message>& message) {
@@ -383,6 +214,7 @@ void Mailbox::cancel(const std::shared_ptr<Message>& message) {
     inbound.is_dropped = true;
   }
   if (message->is_send) {
+    if (message->is_offered) retract(outbound_[message->peer]);
     auto& messages = outbound_[message->peer].messages;
     const auto it = std::find(messages.begin(), messages.end(), message);
     if (it != messages.end()) {
@@ -395,6 +227,12 @@ void Mailbox::cancel(const std::shared_ptr<Message>& message) {
   if (message->is_send && message->is_framed) fail_all(std::current_exception());
 }
 
+// The bytes are no longer the receiver's to read.
+void Mailbox::retract(Outbound& outbound) {
+  if (outbound.messages.empty() || !outbound.messages.front()->is_offered || outbound.offer.withdraw(outbound.offers)) return;
+  while (outbound.offer.state() == Offer::kTaken && !has_ended(pidfds_[outbound.to])) sched_yield();
+}
+
 void Mailbox::fail_all(const std::exception_ptr& error) {
   broken_ = error;
   const auto fail = [&](const std::shared_ptr<Message>& message) {
@@ -402,6 +240,7 @@ void Mailbox::fail_all(const std::exception_ptr& error) {
     message->is_done = true;
   };
   for (Outbound& outbound : outbound_) {
+    retract(outbound);
     std::for_each(outbound.messages.begin(), outbound.messages.end(), fail);
     outbound.messages.clear();
   }
@@ -412,14 +251,6 @@ void Mailbox::fail_all(const std::exception_ptr& error) {
     inbound.target = nullptr;
     inbound.is_dropped = true;
   }
-}
-
-bool Mailbox::is_anything_new() {
-  for (Outbound& outbound : outbound_)
-    if (!outbound.messages.empty() && outbound.channel.has_room(next_piece(*outbound.messages.front(), outbound.channel))) return true;
-  for (int from = 0; from < ranks_; ++from)
-    if ((inbound_[from].is_open || is_awaited(from)) && inbound_[from].channel.has_any()) return true;
-  return false;
 }
 
 void Mailbox::throw_if_failed(const Message& message) {

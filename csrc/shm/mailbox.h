@@ -1,7 +1,8 @@
 // Point-to-point messages of a group: a channel, a ring of bytes, for each ordered pair of ranks.
 //
 // A message is a frame (length, tag) and its bytes, streamed through the channel of its pair, however long. The receiver
-// matches by tag; what nobody has asked for yet is set aside, so that one tag does not block another. Bytes move when
+// matches by tag; what nobody has asked for yet is set aside, so that one tag does not block another. Longer ones the
+// receiver may fetch where they lie ([Note: offers]). Bytes move when
 // somebody waits for a message of this mailbox, or when a helper thread of the mailbox (started by the first message that
 // does not complete at once) finds that nobody has called for a while.
 #pragma once
@@ -20,6 +21,8 @@
 
 #include "channel.h"
 #include "layout.h"
+#include "memory.h"
+#include "offer.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -34,6 +37,7 @@ struct Message {
   unsigned char* data;
   std::size_t bytes, moved = 0;
   bool is_framed = false;    // its frame is in the ring
+  bool is_offered = false;   // and says where the bytes lie; [Note: offers]
   bool is_done = false;
   std::exception_ptr error;  // what went wrong, if anything; read once it is done
 };
@@ -64,22 +68,35 @@ class Mailbox {
  private:
   struct Frame {
     std::uint64_t bytes;
-    std::int64_t tag;
+    std::int32_t tag;
+    std::uint32_t is_offer;  // a Place follows, and the bytes only if the offer comes to nothing
   };
+  struct Place {
+    Source source;
+    std::uint64_t offer;     // its number
+  };
+  static_assert(sizeof(Frame) + sizeof(Place) <= kLine);
   struct Aside {  // a message that arrived before it was asked for
     Frame frame;
     std::vector<unsigned char> data;
   };
   struct Outbound {  // what goes to one rank, in the order in which it was started
+    int to;
     ChannelWriter channel;
+    Offer offer;
     std::deque<std::shared_ptr<Message>> messages;
     bool is_populated = false;
+    bool may_offer = true;            // until the kernel refuses
+    std::uint64_t offers = 0;         // so many were made
+    int looks = 0;                    // at the last one
   };
   struct Inbound {  // what comes from one rank
     ChannelReader channel;
+    Offer offer;
     bool is_open = false;             // a frame has been read, its bytes are not all here
     bool is_streamed = false;         // they are written past the caches
     Frame frame{};
+    Place place{};                    // of an offer
     std::size_t moved = 0;
     std::shared_ptr<Message> target;  // where they go; if null, to `aside`, or nowhere if `is_dropped`
     bool is_dropped = false;
@@ -89,6 +106,7 @@ class Mailbox {
 
   unsigned char* ring(int from, int to) const;
   static bool is_apart(const Frame& frame);
+  bool may_offer(const Outbound& outbound, const Message& message) const;
   static std::size_t next_piece(const Message& message, const ChannelWriter& channel);
   std::shared_ptr<Message> start(std::shared_ptr<Message> message);
   // Takes mutex_, for which another thread may have to copy first.
@@ -96,8 +114,12 @@ class Mailbox {
   // All of these are called with mutex_ held. The bool ones say whether a byte moved.
   bool progress();
   bool push(Outbound& outbound, std::size_t most);
+  void write_frame(Outbound& outbound, Message& message);
+  bool is_offer_open(Outbound& outbound, Message& message);  // else it is done, or its bytes go through the channel
+  void retract(Outbound& outbound);
   bool pull(int from, std::size_t most);
   void open_inbound(int from);
+  void take_offer(int from);
   void close_inbound(Inbound& inbound);
   bool take_aside(Message& message);
   void accept(Message& message, const Frame& frame, int from);  // `frame` is for `message`
@@ -116,6 +138,7 @@ class Mailbox {
   unsigned char* area_;
   const AreaLayout at_;
   int rank_, ranks_, spins_;
+  std::vector<int> pids_, pidfds_;
   Waiter waiter_;
   Log* log_ = nullptr;
   Populate populate_;

@@ -71,7 +71,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
     bool could = true;
     for (int i = 1; i < ranks_ && could; ++i) {  // each begins with another one
       const int r = (rank_ + i) % ranks_;
-      could = read_memory(r, told<Source>(r), 0, block(r), bytes);
+      could = read_memory(setup_.pids[r], told<Source>(r), 0, block(r), bytes);
     }
     return could;
   };
@@ -194,7 +194,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
     for (std::size_t i = 1; i < n && could; ++i) {
       const std::size_t r = (me + i) % n;
       const std::size_t offset = std::accumulate(splits(r), splits(r) + me, std::size_t{0}) * item;
-      could = read_memory(static_cast<int>(r), source_behind_splits(r), offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
+      could = read_memory(setup_.pids[r], source_behind_splits(r), offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
     }
     return could;
   };

@@ -50,6 +50,11 @@ def move_directly(rank: int, ranks: int, forbidden: int | None) -> None:
         assert torch.equal(whole, torch.cat(parts))
         pycomm.all_to_all_single(whole, torch.full((ranks * numel,), float(rank)))
         assert torch.equal(whole, torch.cat(parts))
+        for peer in range(ranks):
+            works = [pycomm.irecv(data, peer), pycomm.isend(parts[rank], peer)]
+            for work in works:
+                work.wait()
+            assert torch.equal(data, parts[peer])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

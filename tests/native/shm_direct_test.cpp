@@ -160,9 +160,120 @@ void write_too_late() {
   expect(kept[0] == -1.0f, "nothing is written into the memory of who has left");
 }
 
+// -- offers of messages -------------------------------------------------------------------------------------------------------
+
+constexpr std::int64_t kPatienceNs = 600'000'000'000;
+constexpr std::size_t kOffered = 30'000, kOfferedBytes = kOffered * sizeof(float);  // half of a channel
+
+using Sent = std::shared_ptr<Message>;
+Sent start_receive(Group& group, std::vector<float>& data, std::int64_t tag) {
+  return group.mailbox().receive(data.data(), data.size() * sizeof(float), 1 - group.rank(), tag);
+}
+Sent start_send(Group& group, const std::vector<float>& data, std::int64_t tag) {
+  return group.mailbox().send(data.data(), data.size() * sizeof(float), 1 - group.rank(), tag);
+}
+
+// What two ranks send each other is read, also if it is asked for later, or its length is wrong; what only one of them sends is not.
+void exchange_offers(int rank, Group& group, const std::string& what) {
+  Mailbox& box = group.mailbox();
+  const std::vector<float> data = input_of(rank, kOffered), expected = input_of(1 - rank, kOffered);
+  std::vector<float> got(kOffered), other(kOffered);
+  const Sent receive = start_receive(group, got, 1), send = start_send(group, data, 1);
+  box.wait(send, kPatienceNs), box.wait(receive, kPatienceNs);
+  expect(got == expected, "an exchange, " + what);
+  const Sent later = start_receive(group, got, 3), first = start_send(group, data, 2), second = start_send(group, data, 3);
+  box.wait(later, kPatienceNs);
+  box.wait(start_receive(group, other, 2), kPatienceNs);
+  box.wait(first, kPatienceNs), box.wait(second, kPatienceNs);
+  expect(got == expected && other == expected, "one that is set aside, " + what);
+  std::vector<float> shorter(kOffered - 1, -1.0f);
+  const Sent wrong = start_receive(group, shorter, 4), sent = start_send(group, data, 4);
+  expect_throw<Mismatch>("an offer of another length, " + what, [&] { box.wait(wrong, kPatienceNs); });
+  box.wait(sent, kPatienceNs);
+  expect(shorter == std::vector<float>(kOffered - 1, -1.0f), "that writes nothing, " + what);
+  group.barrier(0);
+}
+
+void take_offers() {
+  Host host(2);
+  reads = 0;
+  run("offers", host, [](int rank, Group& group) { exchange_offers(rank, group, "read"); });
+  // Either may have sent the second message before it posted the receive of it, or withdrawn one while the other was being scheduled.
+  expect(reads > 0, "messages are read where they lie");
+}
+
+void refuse_offers() {
+  Host host(2);
+  reads = 0;
+  run("refused offers", host, [](int rank, Group& group) {
+    is_forbidden = rank == 1;
+    for (int i = 0; i < 3; ++i) exchange_offers(rank, group, "refused by one");
+    is_forbidden = false;
+  });
+}
+
+// Nobody comes: what the channel has room for is sent all the same.
+void withdraw_offers() {
+  Host host(2);
+  std::atomic<bool> has_sent{false};
+  run("an offer that nobody takes", host, [&](int rank, Group& group) {
+    const std::vector<float> data = input_of(rank, kOffered);
+    std::vector<float> got(kOffered);
+    while (rank == 1 && !has_sent) std::this_thread::yield();
+    const int before = reads;
+    const Sent receive = start_receive(group, got, 1), send = start_send(group, data, 1);
+    group.mailbox().wait(send, kPatienceNs);
+    has_sent = true;
+    if (rank == 0) expect(reads == before, "it went through the channel");
+    group.mailbox().wait(receive, kPatienceNs);
+    expect(got == input_of(1 - rank, kOffered), "and is whole");
+    group.barrier(0);
+  });
+}
+
+// Rank 1 reads when rank 0's time is up, or dies then: rank 0 keeps its memory for that long, and no longer.
+void give_up_an_offer(bool dies) {
+  Host host(2);
+  std::atomic<bool> is_late{false}, has_read{false}, has_left{false};
+  static const std::vector<float> data = input_of(0, kOffered);  // a thread reads it when its process is dead
+  run(dies ? "the death of who takes an offer" : "an offer that is taken too long", host, [&](int rank, Group& group) {
+    std::vector<float> got(kOffered);
+    Mailbox& box = group.mailbox();
+    const Sent receive = start_receive(group, got, 1);
+    if (rank == 0) {
+      const int before = reads;
+      const Sent send = start_send(group, data, 1);
+      while (reads == before) std::this_thread::yield();
+      const auto give_up = [&] { box.wait(send, dies ? kPatienceNs : 200'000'000); };
+      dies ? expect_throw<PeerLost>("a dead receiver", give_up) : expect_throw<Timeout>("a slow receiver", give_up);
+      expect(dies || has_read, "the memory was kept until it had been read");
+      has_left = true;
+    } else {
+      comes_after = dies ? &has_left : &is_late;
+      std::thread clock([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(dies ? 50 : 400));
+        if (dies) host.lives[1]->kill();
+        has_read = is_late = true;
+      });
+      try {
+        box.wait(receive, kPatienceNs);
+        expect(got == data, "what was read is whole");
+      } catch (const Failed&) {  // or rank 0 has given up
+      }
+      comes_after = nullptr;
+      clock.join();
+    }
+  });
+}
+
 }  // namespace
 
 void test_direct() {
+  take_offers();
+  refuse_offers();
+  withdraw_offers();
+  give_up_an_offer(false);
+  give_up_an_offer(true);
   move_at_once(2);
   move_at_once(3);
   write_too_late();

@@ -9,12 +9,14 @@
 #include "shm/group.cpp"
 #include "shm/heap.cpp"
 #include "shm/mailbox.cpp"
+#include "shm/mailbox_moves.cpp"
 #ifdef __SANITIZE_THREAD__
 #include "one_mapping.cpp"  // there a byte must have one address
 #else
 #include "shm/mapping.cpp"
 #endif
 #include "shm/measure.cpp"
+#include "shm/memory.cpp"
 #include "shm/moving.cpp"
 #include "shm/process.cpp"
 #include "shm/stores.cpp"

@@ -1,0 +1,240 @@
+// What moves the bytes of messages through the channels, or from memory to memory. All of it runs with the mailbox's mutex held.
+#include <algorithm>
+#include <iterator>
+
+#include "errors.h"
+#include "mailbox.h"
+#include "stores.h"
+
+namespace pycomm::shm {
+namespace {
+
+constexpr std::size_t kMostAtOnce = 256 * 1024;  // so much moves before other threads get a turn
+
+}  // namespace
+
+// Whether the bytes begin on the line after their frame: else they share it.
+bool Mailbox::is_apart(const Frame& frame) { return frame.bytes > kLine - sizeof(Frame); }
+
+bool Mailbox::may_offer(const Outbound& outbound, const Message& message) const {
+  if (!outbound.may_offer || outbound.to == rank_ || !is_offerable(message.bytes)) return false;
+  return std::any_of(receives_.begin(), receives_.end(), [&](const auto& m) { return m->peer == outbound.to && is_offerable(m->bytes); });
+}
+
+// What there must be room for, for `message` to go on.
+std::size_t Mailbox::next_piece(const Message& message, const ChannelWriter& channel) {
+  return message.is_framed ? std::min(message.bytes - message.moved, channel.left()) : sizeof(Frame);
+}
+
+bool Mailbox::is_anything_new() {
+  for (Outbound& outbound : outbound_) {
+    if (outbound.messages.empty()) continue;
+    const Message& message = *outbound.messages.front();
+    if (message.is_offered ? outbound.offer.state() > Offer::kTaken : outbound.channel.has_room(next_piece(message, outbound.channel))) return true;
+  }
+  for (int from = 0; from < ranks_; ++from)
+    if ((inbound_[from].is_open || is_awaited(from)) && inbound_[from].channel.has_any()) return true;
+  return false;
+}
+
+// What goes and what comes moves by turns; see [Note: by turns] in stores.h.
+bool Mailbox::progress() {
+  receivers_.clear();
+  senders_.clear();
+  for (int r = 0; r < ranks_; ++r) {
+    if (!outbound_[r].messages.empty()) receivers_.push_back(r);
+    if (inbound_[r].is_open || is_awaited(r)) senders_.push_back(r);
+  }
+  const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kBlock;
+  bool moved = false, moves = true;
+  for (std::size_t bytes = 0; moves && bytes < kMostAtOnce; bytes += turn) {
+    moves = false;
+    for (const int r : receivers_) moves |= push(outbound_[r], turn);
+    for (const int r : senders_) moves |= pull(r, turn);
+    moved |= moves;
+  }
+  bool tells = false;
+  for (const int r : senders_) tells |= inbound_[r].channel.tell();
+  if (tells) waiter_.published();
+  return moved;
+}
+
+bool Mailbox::push(Outbound& outbound, std::size_t most) {
+  ChannelWriter& channel = outbound.channel;
+  bool moved = false;
+  while (!outbound.messages.empty()) {
+    Message& message = *outbound.messages.front();
+    if (!message.is_framed) {
+      if (!channel.has_room(sizeof(Frame))) return moved;
+      write_frame(outbound, message);
+      if (message.is_offered && channel.tell()) waiter_.published();
+      moved = true;
+    }
+    if (message.is_offered && is_offer_open(outbound, message)) return moved;
+    while (message.moved < message.bytes) {
+      const std::size_t piece = next_piece(message, channel), count = std::min(piece, most);
+      if (count == 0 || !channel.has_room(piece)) return moved;
+      channel.write(message.data + message.moved, count);
+      message.moved += count;
+      most -= count;
+      moved = true;
+      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
+    }
+    channel.end_message();
+    if (channel.tell()) waiter_.published();
+    message.is_done = true;
+    outbound.messages.pop_front();
+    --sends_;
+  }
+  return moved;
+}
+
+void Mailbox::write_frame(Outbound& outbound, Message& message) {
+  message.is_framed = true;
+  message.is_offered = may_offer(outbound, message);
+  const Frame frame{message.bytes, static_cast<std::int32_t>(message.tag), message.is_offered};
+  outbound.channel.write(&frame, sizeof frame);
+  if (message.is_offered) {
+    const Place place{source_of(message.data), ++outbound.offers};
+    outbound.looks = 0;
+    outbound.offer.make(place.offer);
+    outbound.channel.write(&place, sizeof place);
+    outbound.channel.end_message();
+  } else if (is_apart(frame)) {
+    outbound.channel.go_to_next_line();
+  }
+}
+
+bool Mailbox::is_offer_open(Outbound& outbound, Message& message) {
+  const Offer::State state = outbound.offer.state();
+  if (state == Offer::kTaken) return true;
+  if (state == Offer::kOffered && (++outbound.looks < kOfferLooks || !outbound.offer.withdraw(outbound.offers))) return true;
+  if (state == Offer::kRead) message.moved = message.bytes;
+  if (state == Offer::kRefused) outbound.may_offer = false;
+  message.is_offered = false;
+  return false;
+}
+
+bool Mailbox::is_awaited(int from) const {
+  return std::any_of(receives_.begin(), receives_.end(), [from](const auto& m) { return m->peer < 0 || m->peer == from; });
+}
+
+bool Mailbox::pull(int from, std::size_t most) {
+  Inbound& inbound = inbound_[from];
+  ChannelReader& channel = inbound.channel;
+  bool moved = false;
+  for (;;) {
+    if (!inbound.is_open) {
+      if (!channel.has(sizeof(Frame)) || !is_awaited(from)) return moved;
+      open_inbound(from);
+      if (inbound.frame.is_offer) take_offer(from);
+      moved = true;
+    }
+    while (inbound.moved < inbound.frame.bytes) {
+      const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
+      if (count == 0 || !channel.has(piece)) return moved;
+      if (inbound.target) {
+        channel.read(inbound.target->data + inbound.moved, count, inbound.is_streamed);
+      } else if (!inbound.is_dropped) {
+        channel.read(inbound.aside.data() + inbound.moved, count);
+      } else {
+        channel.skip(count);
+      }
+      if (count < piece) channel.ask_for(count);
+      inbound.moved += count;
+      most -= count;
+      moved = true;
+      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
+    }
+    close_inbound(inbound);
+  }
+}
+
+void Mailbox::open_inbound(int from) {
+  Inbound& inbound = inbound_[from];
+  inbound.channel.read(&inbound.frame, sizeof(Frame));
+  if (inbound.frame.is_offer) {
+    inbound.channel.read(&inbound.place, sizeof(Place));
+    inbound.channel.end_message();
+  } else if (is_apart(inbound.frame)) {
+    inbound.channel.go_to_next_line();
+  }
+  inbound.is_open = true;
+  inbound.is_streamed = inbound.frame.bytes > kOfferTo && memory_prefers_streams();
+  inbound.moved = 0;
+  inbound.is_dropped = false;
+  for (const auto& message : receives_) {
+    if ((message->peer >= 0 && message->peer != from) || message->tag != inbound.frame.tag) continue;
+    if (std::any_of(inbound_.begin(), inbound_.end(), [&](const Inbound& other) { return other.target == message; })) continue;
+    inbound.target = message;
+    break;
+  }
+  if (!inbound.target) {
+    try {
+      inbound.aside.assign(inbound.frame.bytes, 0);
+    } catch (const std::exception&) {  // no memory, or no length at all: nothing that comes after it can be found
+      const auto bytes = static_cast<std::int64_t>(inbound.frame.bytes);
+      fail_all(std::make_exception_ptr(Failed("no memory", waiter_.where("recv"), {from, inbound.frame.tag, bytes})));
+    }
+    return;
+  }
+  const auto target = inbound.target;
+  accept(*target, inbound.frame, from);
+  if (!target->is_done) return;
+  inbound.is_dropped = true;  // lengths differ: the bytes go nowhere
+  inbound.target = nullptr;
+  receives_.remove(target);
+}
+
+void Mailbox::take_offer(int from) {
+  Inbound& inbound = inbound_[from];
+  if (!inbound.offer.take(inbound.place.offer)) return;
+  void* const to = inbound.target ? inbound.target->data : inbound.aside.data();
+  const bool has_read = inbound.is_dropped || read_memory(pids_[from], inbound.place.source, 0, to, inbound.frame.bytes);
+  if (has_read) inbound.moved = inbound.frame.bytes;
+  inbound.offer.answer(inbound.place.offer, has_read);
+  waiter_.published();
+}
+
+void Mailbox::close_inbound(Inbound& inbound) {
+  inbound.channel.end_message();
+  inbound.is_open = false;
+  if (inbound.is_streamed) store_fence();
+  if (inbound.target) {
+    inbound.target->is_done = true;
+    receives_.remove(inbound.target);
+    inbound.target = nullptr;
+  } else if (!inbound.is_dropped) {
+    inbound.set_aside.push_back({inbound.frame, std::move(inbound.aside)});
+    // Somebody may have asked for it while it came.
+    const auto asked = receives_;
+    for (const auto& message : asked)
+      if (take_aside(*message)) break;
+  }
+}
+
+void Mailbox::accept(Message& message, const Frame& frame, int from) {
+  message.peer = from;
+  if (frame.bytes == message.bytes) return;
+  message.is_done = true;
+  message.error = std::make_exception_ptr(Mismatch("size", waiter_.where("recv"), {from, frame.tag, static_cast<std::int64_t>(message.bytes),
+                                                                                   static_cast<std::int64_t>(frame.bytes)}));
+}
+
+bool Mailbox::take_aside(Message& message) {
+  for (int from = 0; from < ranks_; ++from) {
+    if (message.peer >= 0 && message.peer != from) continue;
+    auto& waiting = inbound_[from].set_aside;
+    const auto it = std::find_if(waiting.begin(), waiting.end(), [&](const Aside& aside) { return aside.frame.tag == message.tag; });
+    if (it == waiting.end()) continue;
+    accept(message, it->frame, from);
+    if (!message.is_done) std::copy(it->data.begin(), it->data.end(), message.data);
+    message.is_done = true;
+    waiting.erase(it);
+    receives_.remove_if([&](const auto& other) { return other.get() == &message; });
+    return true;
+  }
+  return false;
+}
+
+}  // namespace pycomm::shm
