@@ -10,6 +10,7 @@ from ..config import seconds
 from ..errors import ConfigError
 from ..types import PremulSum, ReduceOp
 from .group import Group
+from .hooks import not_now
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,6 +39,7 @@ class NonMember:
 
     ranks: tuple[int, ...] = ()
     rank = -1
+    fast_irecv = fast_isend = staticmethod(not_now)
 
     def close(self) -> None:
         """Does nothing, so that members and others may end a group alike."""

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from ..transport.base import FIRST_OWN_TAG
-from .context import resolve, root_rank
+from .context import resolve, root_rank, state
 from .group import Group
 from .tensors import as_tensor, flatten
 from .verbs import with_short_cut
@@ -28,9 +28,10 @@ _MAX_TAG = FIRST_OWN_TAG - 1
 
 def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
     """Starts sending ``tensor``; it must not be changed until the returned Work is complete."""
+    g, peer = _whom(group, dst, group_dst)
+    if request := g.fast_isend(tensor, peer, tag):
+        return RequestWork(g, "isend", peer, request, tensor)
     g = resolve(group)
-    if request := g.fast_isend(tensor, _peer(g, dst, group_dst), tag):
-        return RequestWork(g, "isend", dst, request, tensor)
     with g.scope("isend"):
         return _start(g, "isend", tensor, root_rank(g, dst, group_dst, "dst"), tag)
 
@@ -40,9 +41,10 @@ def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, 
 
     The data is there once the Work was waited on.
     """
+    g, peer = _whom(group, src, group_src)
+    if request := g.fast_irecv(tensor, peer, tag):
+        return RequestWork(g, "irecv", peer, request, tensor)
     g = resolve(group)
-    if request := g.fast_irecv(tensor, _peer(g, src, group_src), tag):
-        return RequestWork(g, "irecv", src, request, tensor)
     with g.scope("irecv"):
         is_any = src is None and group_src is None
         return _start(g, "irecv", tensor, None if is_any else root_rank(g, src, group_src, "src"), tag)
@@ -140,13 +142,16 @@ def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, t
         return _start(g, verb, tensor, peer, tag, in_order=False)
 
 
-def _peer(g: Group, rank: Any, group_rank: Any) -> Any:
-    """Returns the rank of the group that is meant, None if none is named, or -1, which is no rank of any group, where
+def _whom(group: Any, rank: Any, group_rank: Any) -> tuple[Any, Any]:
+    """Returns the group, and the rank in it, for its short cuts: None if none is named, -1, which no group has, where
     ``root_rank`` has to say what is wrong.
     """
+    if group is None and group_rank is None:
+        return state.world, rank  # whose ranks are the global ones
+    g = resolve(group)
     if rank is None:
-        return group_rank
-    return g.ranks.index(rank) if group_rank is None and rank in g.ranks else -1
+        return g, group_rank
+    return g, g.ranks.index(rank) if group_rank is None and rank in g.ranks else -1
 
 
 def _start(g: Group, verb: str, tensor: Any, peer: int | None, tag: int, in_order: bool = True) -> Work:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["RequestWork", "Work", "forget_ended"]
 
 _log = logging.getLogger("pycomm")
+_futures = threading.Lock()  # guards which messages have one, and which of those have been told
 
 
 class Work:
@@ -119,6 +120,15 @@ class RequestWork(Work):
     It has a future only if somebody wants one: making that takes longer than a short message.
     """
 
+    _future: Future[Any] | None = None
+    _is_told = False  # the future, of how the message ended
+    _is_asked = False
+    _is_done = False
+    _error: BaseException | None = None
+    _finish: Callable[[], None] | None = None
+    _is_short_cut = True
+    _is_global = True
+
     def __init__(
         self,
         group: Group,
@@ -138,19 +148,17 @@ class RequestWork(Work):
         """
         if group.orphans:
             forget_ended(group.orphans)
-        self._future = None
-        self._is_asked = False
-        self._is_done = False
-        self._error: BaseException | None = None
         self._group = group
         self._verb = verb
         self._peer = peer
         self._request = request
-        self._finish = finish
         self._value = result
-        self._is_short_cut = is_short_cut
-        self._is_global = is_global
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held by the thread that moves the message on
+        if not is_short_cut:
+            self._is_short_cut = False
+            self._finish = finish
+        if not is_global:
+            self._is_global = False
 
     @property
     def _description(self) -> str:  # type: ignore[override]
@@ -161,11 +169,11 @@ class RequestWork(Work):
 
     @property
     def future(self) -> Future[Any]:
-        if self._future is None:
-            with self._lock:
-                if self._future is None:
-                    self._future = Future()
-                    self._tell_future()
+        with _futures:
+            if self._future is None:
+                self._future = Future()
+        if self._is_done:
+            self._tell_future()
         return self._future
 
     def __del__(self) -> None:
@@ -177,9 +185,10 @@ class RequestWork(Work):
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         if not self._is_done:
+            timeout_s = None if timeout is None else seconds(timeout)
             with self._lock:
                 if not self._is_done:
-                    self._move(self._request.wait, None if timeout is None else seconds(timeout))
+                    self._move(self._request.wait, timeout_s)
         if self._error is not None:
             self._is_asked = True
             raise self._error
@@ -204,16 +213,6 @@ class RequestWork(Work):
         self._is_asked = True
         return self._error
 
-    def set_result(self, result: Any) -> None:
-        self._value = result
-        self._is_done = True
-        self._tell_future()
-
-    def set_exception(self, error: BaseException) -> None:
-        self._error = error
-        self._is_done = True
-        self._tell_future()
-
     def source_rank(self) -> int:
         """Returns the global rank that the message came from. Raises TransportError before it is complete."""
         if not self._is_done:
@@ -222,14 +221,6 @@ class RequestWork(Work):
         return self._group.ranks[source] if self._is_global else source
 
     _source_rank = source_rank  # as torch.distributed spells it
-
-    def _tell_future(self) -> None:
-        if self._future is None or not self._is_done:
-            return
-        if self._error is not None:
-            self._future.set_exception(self._error)
-        else:
-            self._future.set_result(self._value)
 
     def _move(self, move: Callable[..., bool | None], *timeout_s: float | None) -> None:
         """Runs the request's ``test`` or ``wait``, and completes the message unless that says False."""
@@ -245,10 +236,22 @@ class RequestWork(Work):
             raise  # the message is still under way
         except Exception as error:
             forget_locals(error)
-            self.set_exception(error)
+            self._error = error
+            is_done = True
+        if is_done is not False:
+            self._is_done = True
+            if self._future is not None:
+                self._tell_future()
+
+    def _tell_future(self) -> None:
+        with _futures:
+            is_told, self._is_told = self._is_told, True
+        if is_told:
+            return
+        if self._error is not None:
+            self.future.set_exception(self._error)
         else:
-            if is_done is not False:
-                self.set_result(self._value)
+            self.future.set_result(self._value)
 
 
 def forget_ended(orphans: list[Request]) -> None:
