@@ -108,7 +108,8 @@ void Mailbox::write_frame(Outbound& outbound, Message& message) {
 bool Mailbox::is_offer_open(Outbound& outbound, Message& message) {
   const Offer::State state = outbound.offer.state();
   if (state == Offer::kTaken) return true;
-  if (state == Offer::kOffered && (++outbound.looks < kOfferLooks || !outbound.offer.withdraw(outbound.offers))) return true;
+  const bool is_patient = message.bytes > at_.channel_bytes || ++outbound.looks < looks_at_offer(message.bytes);
+  if (state == Offer::kOffered && (is_patient || !outbound.offer.withdraw(outbound.offers))) return true;
   if (state == Offer::kRead) message.moved = message.bytes;
   if (state == Offer::kRefused) outbound.may_offer = false;
   message.is_offered = false;
