@@ -124,6 +124,11 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
   Deadline deadline{timeout_ns};
   std::int64_t idle_since = 0;  // when the spinning ended
   const OnBoard on_board(log_);
+  const auto leave = [&] {  // to who else waits
+    if (!lock.owns_lock()) lock.lock();
+    is_driven_ = false;
+    changed_.notify_all();
+  };
   try {
     for (int idle = 0; !message->is_done; ++idle) {
       for (int look = 0; look < kLooksASpin && !is_anything_new(); ++look) pause();
@@ -154,21 +159,15 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
       lock.lock();
     }
   } catch (const PeerLost&) {
-    lock.lock();
+    leave();
     fail_all(std::current_exception());
-    is_driven_ = false;
-    changed_.notify_all();
     throw;
   } catch (const Timeout&) {
-    lock.lock();
+    leave();
     cancel(message);
-    is_driven_ = false;
-    changed_.notify_all();
     throw;
   } catch (...) {  // Ctrl-C: the message stays under way
-    lock.lock();
-    is_driven_ = false;
-    changed_.notify_all();
+    leave();
     throw;
   }
   is_driven_ = false;

@@ -48,6 +48,7 @@ bool Mailbox::progress() {
   const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kBlock;
   bool moved = false, moves = true;
   for (std::size_t bytes = 0; moves && bytes < kMostAtOnce; bytes += turn) {
+    if (bytes >= kPieceBytes) waiter_.about_to_block();  // the caller's own message may be a short one
     moves = false;
     for (const int r : receivers_) moves |= push(outbound_[r], turn);
     for (const int r : senders_) moves |= pull(r, turn);
@@ -190,6 +191,7 @@ void Mailbox::open_inbound(int from) {
 void Mailbox::take_offer(int from) {
   Inbound& inbound = inbound_[from];
   if (!inbound.offer.take(inbound.place.offer)) return;
+  waiter_.about_to_block();
   void* const to = inbound.target ? inbound.target->data : inbound.aside.data();
   const bool has_read = inbound.is_dropped || read_memory(pids_[from], inbound.place.source, 0, to, inbound.frame.bytes);
   if (has_read) inbound.moved = inbound.frame.bytes;

@@ -244,24 +244,24 @@ void give_up_an_offer(bool dies) {
       const int before = reads;
       const Sent send = start_send(group, data, 1);
       while (reads == before) std::this_thread::yield();
-      const auto give_up = [&] { box.wait(send, dies ? kPatienceNs : 200'000'000); };
-      dies ? expect_throw<PeerLost>("a dead receiver", give_up) : expect_throw<Timeout>("a slow receiver", give_up);
-      expect(dies || has_read, "the memory was kept until it had been read");
-      has_left = true;
-    } else {
-      comes_after = dies ? &has_left : &is_late;
       std::thread clock([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(dies ? 50 : 400));
+        std::this_thread::sleep_for(std::chrono::milliseconds(dies ? 50 : 1500));
         if (dies) host.lives[1]->kill();
         has_read = is_late = true;
       });
+      const auto give_up = [&] { box.wait(send, dies ? kPatienceNs : 200'000'000); };
+      dies ? expect_throw<PeerLost>("a dead receiver", give_up) : expect_throw<Timeout>("a slow receiver", give_up);
+      expect(has_read, "the memory was kept until it had been read");
+      has_left = true;
+      clock.join();
+    } else {
+      comes_after = dies ? &has_left : &is_late;
       try {
         box.wait(receive, kPatienceNs);
         expect(got == data, "what was read is whole");
       } catch (const Failed&) {  // or rank 0 has given up
       }
       comes_after = nullptr;
-      clock.join();
     }
   });
 }
