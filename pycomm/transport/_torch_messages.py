@@ -147,11 +147,13 @@ class Posted(Request):
 
     def _end(self, error: PycommError | None) -> None:
         self._error = error
-        if self._message is not None and not self._message.is_sent and self.source >= 0:
-            self._transport.watch.receive(self.source, self._message.tag)
         # [Note: the end of the interpreter] in _torch_waits.py
         self._finish, self._gloo_message, self.gloo = _finish_nothing, None, None
-        self._is_done = True
+        # Both at once: a thread that waits for this message and finds it counted, its sender gone, would miss another.
+        with self._transport.watch.counting:
+            if self._message is not None and not self._message.is_sent and self.source >= 0:
+                self._transport.watch.receive(self.source, self._message.tag)
+            self._is_done = True
         self._ended.release()
 
     def _error_of(self, error: RuntimeError) -> PycommError:

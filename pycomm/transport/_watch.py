@@ -124,7 +124,7 @@ class Watch:
         self._fds = {member.fd: index for index, member in enumerate(self._members) if member.fd >= 0}
         for fd in self._fds:
             self._poll.register(fd, select.POLLIN)
-        self._counting = threading.Lock()  # messages are completed by several threads, too
+        self.counting = threading.RLock()  # messages are completed by several threads, too; each while it holds this
         self._sent: Counter[tuple[int, int]] = Counter()  # by (peer, tag % _TAGS)
         self._received: Counter[tuple[int, int]] = Counter()
         self._suspect = -1
@@ -162,13 +162,13 @@ class Watch:
     def send(self, peer: int, tag: int) -> Message:
         """Counts a message that this rank sends."""
         place = peer, tag % _TAGS
-        with self._counting:
+        with self.counting:
             self._sent[place] += 1
             return Message(peer, tag, self._sent[place] - 1)
 
     def receive(self, peer: int, tag: int) -> None:
         """Counts a message that this rank has received."""
-        with self._counting:
+        with self.counting:
             self._received[peer, tag % _TAGS] += 1
 
     # -- looking ----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Watch:
         """Tells the others that this rank leaves after ``calls`` collectives, in good order or as another did."""
         if self._store is not None and (self.failure is None or self.failure.kind == "closed"):
             with contextlib.suppress(RuntimeError):
-                with self._counting:
+                with self.counting:
                     sent, received = (
                         {f"{peer}/{tag}": number for (peer, tag), number in counted.items()}
                         for counted in (self._sent, self._received)
@@ -288,7 +288,7 @@ class Watch:
         mine = f"{self._rank}/{place[1]}"
         if message.is_sent:
             return word.received.get(mine, 0) <= message.order
-        with self._counting:
+        with self.counting:
             return word.sent.get(mine, 0) <= self._received[place]
 
     def _owes(self, rank: int, call: int, message: Message | None) -> bool:

@@ -139,12 +139,51 @@ def time_out(rank: int, path: str) -> None:
         wait_until(Path(path).exists)  # who closes the group is another error
 
 
+class CountingLock:
+    """A watch's lock that looks, whenever it is free again, whether what is counted and what is complete agree."""
+
+    def __init__(self, watch: Any) -> None:
+        self.receives: list[Any] = []
+        self.looks = 0
+        self._watch, self._lock, self._depth = watch, watch.counting, 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.looks += 1
+            assert sum(self._watch._received.values()) == sum(receive._is_done for receive in self.receives)
+        self._lock.release()
+
+
+def count_what_is_complete(rank: int) -> None:
+    """A rank may have gone as soon as its message is complete here: none must be counted that is not yet."""
+    transport: Any = my_transport()
+    transport.watch._received.clear()
+    transport.watch.counting = lock = CountingLock(transport.watch)
+    for waits in (True, False):  # in the thread that waits, and in a helper's
+        flat = torch.empty(100_000, dtype=torch.uint8)
+        lock.receives.append(transport.irecv(flat, 1 - rank, 6))
+        send = transport.isend(numbers(rank, 100_000), 1 - rank, 6)
+        if waits:
+            lock.receives[-1].wait()
+        else:
+            wait_until(lock.receives[-1].test)
+        send.wait()
+    assert lock.looks >= 4
+
+
 def all_of_two(rank: int, path: str) -> None:
     """One job for all that two ranks can show: starting mpirun costs more than the tests."""
     exchange_everything(rank)
     keep_order_and_tags(rank)
     refuse_other_sizes(rank)
     poll_until_done(rank)
+    if my_transport().name == "torch":
+        count_what_is_complete(rank)
     time_out(rank, path)  # last: it breaks a gloo group
 
 
