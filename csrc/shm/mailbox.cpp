@@ -12,9 +12,8 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr int kSpins = 200, kSpinsCrowded = 40;  // before a rank yields; where ranks share a core, the latter
+constexpr int kSpins = 200, kSpinsCrowded = 1;  // before a rank yields; where ranks share a core, the latter
 constexpr int kLooksASpin = 4;                   // between which other threads may get in
-constexpr std::int64_t kYieldNs = 50'000;
 constexpr auto kHelpAfter = std::chrono::microseconds(500);  // how long nobody may call before the helper moves what there is
 
 // What the board says of a wait for a message goes with the wait.
@@ -30,6 +29,8 @@ struct OnBoard {
 
 Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, Populate populate)
     : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins),
+      // Who sends what this rank waits for may itself wait for ranks of other cores; those of a collective take turns.
+      most_yield_ns_(setup.ranks_per_core * setup.ranks_per_core * kMostYieldNs), yield_ns_(most_yield_ns_),
       pids_(setup.pids), pidfds_(setup.pidfds), waiter_(std::move(setup)), populate_(std::move(populate)) {
   waiter_.name(std::move(group), &messages_);
   auto* const counters = reinterpret_cast<LineCounter*>(area + at.mail_counters);
@@ -123,6 +124,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
   is_driven_ = true;
   Deadline deadline{timeout_ns};
   std::int64_t idle_since = 0;  // when the spinning ended
+  bool has_slept = false;       // since a byte moved
   const OnBoard on_board(log_);
   const auto leave = [&] {  // to who else waits
     if (!lock.owns_lock()) lock.lock();
@@ -133,24 +135,28 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
     for (int idle = 0; !message->is_done; ++idle) {
       for (int look = 0; look < kLooksASpin && !is_anything_new(); ++look) pause();
       const bool moved = progress();
+      if (moved && idle > spins_ && !has_slept) yield_ns_ = std::min(2 * yield_ns_, most_yield_ns_);  // [Note: patience] in wait.h
       if (message->is_done) break;
       const int peer = message->peer;  // another thread's progress may find out who the sender is
       lock.unlock();
       if (moved) {
-        idle = 0;
+        idle = -1;
+        has_slept = false;
       } else if (idle < spins_) {
         pause();
       } else if (idle == spins_) {
         waiter_.about_to_block();
         idle_since = monotonic_ns();
         if (deadline.at_ns == 0) deadline.at_ns = idle_since + timeout_ns;
-      } else if (monotonic_ns() - idle_since < kYieldNs) {
+      } else if (monotonic_ns() - idle_since < yield_ns_) {
         sched_yield();
       } else {
         const auto has_come = [this] {
           const std::lock_guard<std::mutex> inner(mutex_);
           return is_anything_new();
         };
+        if (!has_slept) yield_ns_ = std::max(yield_ns_ / 2, kLeastYieldNs);
+        has_slept = true;
         if (log_ != nullptr) log_->awaits_mail(peer);
         waiter_.doze(-1, has_come);
         waiter_.check_interrupt();

@@ -54,9 +54,8 @@ bool Mailbox::progress() {
     for (const int r : senders_) moves |= pull(r, turn);
     moved |= moves;
   }
-  bool tells = false;
-  for (const int r : senders_) tells |= inbound_[r].channel.tell();
-  if (tells) waiter_.published();
+  for (const int r : senders_)
+    if (inbound_[r].channel.tell()) waiter_.published(r);
   return moved;
 }
 
@@ -68,7 +67,7 @@ bool Mailbox::push(Outbound& outbound, std::size_t most) {
     if (!message.is_framed) {
       if (!channel.has_room(sizeof(Frame))) return moved;
       write_frame(outbound, message);
-      if (message.is_offered && channel.tell()) waiter_.published();
+      if (message.is_offered && channel.tell()) waiter_.published(outbound.to);
       moved = true;
     }
     if (message.is_offered && is_offer_open(outbound, message)) return moved;
@@ -79,10 +78,10 @@ bool Mailbox::push(Outbound& outbound, std::size_t most) {
       message.moved += count;
       most -= count;
       moved = true;
-      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
+      if (channel.is_between_pieces() && channel.tell()) waiter_.published(outbound.to);
     }
     channel.end_message();
-    if (channel.tell()) waiter_.published();
+    if (channel.tell()) waiter_.published(outbound.to);
     message.is_done = true;
     outbound.messages.pop_front();
     --sends_;
@@ -146,7 +145,7 @@ bool Mailbox::pull(int from, std::size_t most) {
       inbound.moved += count;
       most -= count;
       moved = true;
-      if (channel.is_between_pieces() && channel.tell()) waiter_.published();
+      if (channel.is_between_pieces() && channel.tell()) waiter_.published(from);
     }
     close_inbound(inbound);
   }
@@ -196,7 +195,7 @@ void Mailbox::take_offer(int from) {
   const bool has_read = inbound.is_dropped || read_memory(pids_[from], inbound.place.source, 0, to, inbound.frame.bytes);
   if (has_read) inbound.moved = inbound.frame.bytes;
   inbound.offer.answer(inbound.place.offer, has_read);
-  waiter_.published();
+  waiter_.published(from);
 }
 
 void Mailbox::close_inbound(Inbound& inbound) {

@@ -16,8 +16,6 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::int64_t kMostYieldNs = 50'000;     // how long to yield before sleeping, times the ranks that share a core
-constexpr std::int64_t kLeastYieldNs = 500;       // as long as one yield takes
 constexpr std::int64_t kFirstNapNs = 1'000'000;   // short, since a rank that dies in a call is being waited for already
 
 bool has_membarrier() {
@@ -140,10 +138,11 @@ Where Waiter::where(const char* doing) const {
   return {doing, seq_ == nullptr ? 0 : load_relaxed(*seq_), group_, setup_.rank, setup_.ranks};
 }
 
-void Waiter::wake() {
+void Waiter::wake(int to) {
   const std::uint32_t me = static_cast<std::uint32_t>(setup_.rank) + 1;
   const bool is_broken = load_acquire(setup_.control->failure) != 0;
   for (int r = 0; r < setup_.ranks; ++r) {
+    if (to != kAll && r != to) continue;
     Sleeper& other = setup_.sleepers[r];
     const std::uint32_t awaits = __atomic_load_n(&other.awaits, __ATOMIC_ACQUIRE);
     if (awaits == 0 || !(awaits == me || awaits == kAnyone || is_broken)) continue;

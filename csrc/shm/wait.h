@@ -51,6 +51,8 @@ inline void pause() {
 
 std::int64_t monotonic_ns();
 
+inline constexpr std::int64_t kMostYieldNs = 50'000;  // how long to yield before sleeping, times the ranks that share a core
+inline constexpr std::int64_t kLeastYieldNs = 500;    // as long as one yield takes
 inline constexpr std::int64_t kLongestNapNs = 8'000'000;  // between two looks around
 
 // What broke a group; kept in Control::failure so that one rank's discovery is everybody's.
@@ -90,10 +92,10 @@ class Waiter {
     until_slow(word, target, peer, deadline, doing);
   }
 
-  // To be called after a counter was stored: wakes the ranks that sleep for this one.
-  void published() {
+  // To be called after a counter was stored: wakes the ranks that sleep for this one, or of them the one that it is for.
+  void published(int to = kAll) {
     if (must_fence_) std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (__atomic_load_n(&setup_.control->sleepers, __ATOMIC_RELAXED) != 0) wake();
+    if (__atomic_load_n(&setup_.control->sleepers, __ATOMIC_RELAXED) != 0) wake(to);
   }
 
   // One look at everything but the counter and signals: throws if the group is broken or a rank is dead, and if rank `peer`
@@ -124,9 +126,11 @@ class Waiter {
   void leave();  // tells those who wait for this rank, now or later, that it has closed the group
 
  private:
+  static constexpr int kAll = -1;
+
   void until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
   void wait_long(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
-  void wake();
+  void wake(int to = kAll);
   std::uint32_t lie_down(int peer);
   void sleep(std::uint32_t bell, std::int64_t nap_ns);
   void get_up();
