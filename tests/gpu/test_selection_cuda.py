@@ -33,9 +33,9 @@ def floats(kind: str, numel: int, seed: int = 0) -> torch.Tensor:
     elif kind == "hidden":  # large ones that no sample sees
         x[numel // 2 :: 7] = 1e20
     elif kind == "special":
-        x[:: max(1, numel // 9)] = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1e-45, 3e38, -1e-40, NAN, 1.0])[
-            : len(x[:: max(1, numel // 9)])
-        ]
+        places = x[:: max(1, numel // 9)]
+        specials = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1e-45, 3e38, -1e-40, NAN, 1.0])
+        places.copy_(specials[torch.arange(len(places)) % len(specials)])
     return x
 
 

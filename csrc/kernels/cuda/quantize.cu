@@ -1,6 +1,6 @@
-// The idea: a warp takes a block (8 threads one of 32 elements), each thread four elements, 16 bytes, at a time. It reads
-// the block twice: once for the scale, which the threads agree on by shuffles, once to encode; the second time from the
-// L1 cache. Bytes moved per element: 4 read, kCodeBits / 8 written; with a residual 8 read and 4 more written.
+// The idea: a warp takes a block (8 threads one of 32 elements), each thread four elements, 16 bytes, at a time. It needs
+// the block twice: once for the scale, which the threads agree on by shuffles, once to encode. Whole blocks of the usual lengths,
+// 256 and 32, stay in registers meanwhile; others are read again, from the L1 cache. Bytes moved per element: 4 read, kCodeBits / 8 written; with a residual 8 read and 4 more written.
 #include "../common/philox.h"
 #include "../common/quantizers.h"
 #include "launch.h"
@@ -52,38 +52,38 @@ __device__ Four load_input(const QuantizeJob& job, std::size_t i, std::size_t en
   return input;
 }
 
-// The scale of the block [begin, end), known to all of its threads. A float sum has the order of [Note: lanes of a sum]:
-// thread t has the lanes 4 t .. 4 t + 3.
-template <class Format, bool has_residual, int threads>
-__device__ BlockScale find_scale(const QuantizeJob& job, std::size_t begin, std::size_t end, int thread, bool is_aligned) {
-  if constexpr (Format::kFormat == PayloadFormat::kSign) {
-    Four sums = {};
-    for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) {
-      const Four input = load_input<has_residual>(job, i, end, is_aligned);
+// What a block's scale is made of: of a sign its sum, in the order of [Note: lanes of a sum], where thread t has the lanes 4 t .. 4 t + 3.
+template <class Format>
+struct Reach {
+  Four sums = {};
+  int amax = 0;
+
+  __device__ void add(const Four& input) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sums.x[j] = sums.x[j] + fabsf(input.x[j]);
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (Format::kFormat == PayloadFormat::kSign) sums.x[j] = sums.x[j] + fabsf(input.x[j]);
+      else amax = max(amax, __float_as_int(input.x[j]) & 0x7FFFFFFF);
     }
-#pragma unroll
-    for (int step = threads / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums.x[j] = sums.x[j] + __shfl_down_sync(kAllLanes, sums.x[j], step, threads);
-    }
-    const float total = (sums.x[0] + sums.x[2]) + (sums.x[1] + sums.x[3]);
-    return make_sign_scale(__shfl_sync(kAllLanes, total, 0, threads), end - begin);
-  } else {
-    int amax = 0;
-    for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) {
-      const Four input = load_input<has_residual>(job, i, end, is_aligned);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) amax = max(amax, __float_as_int(input.x[j]) & 0x7FFFFFFF);
-    }
-#pragma unroll
-    for (int step = threads / 2; step > 0; step /= 2) {
-      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step, threads));
-    }
-    return Format::scale(amax);
   }
-}
+
+  // The scale of the block of `numel`, known to all of its threads.
+  template <int threads>
+  __device__ BlockScale scale(std::size_t numel) {
+    if constexpr (Format::kFormat == PayloadFormat::kSign) {
+#pragma unroll
+      for (int step = threads / 2; step > 0; step /= 2) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums.x[j] = sums.x[j] + __shfl_down_sync(kAllLanes, sums.x[j], step, threads);
+      }
+      const float total = (sums.x[0] + sums.x[2]) + (sums.x[1] + sums.x[3]);
+      return make_sign_scale(__shfl_sync(kAllLanes, total, 0, threads), numel);
+    } else {
+#pragma unroll
+      for (int step = threads / 2; step > 0; step /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step, threads));
+      return Format::scale(amax);
+    }
+  }
+};
 
 // 16 random bits for each of four elements from `index` on.
 __device__ void draw_four(std::uint64_t seed, std::uint64_t index, int random[4]) {
@@ -120,6 +120,17 @@ __device__ void store_codes(unsigned char* codes, const int code[4], std::size_t
   }
 }
 
+template <class Format>
+__device__ void store_scale(unsigned char* payload, std::size_t block, unsigned stored) {
+  if constexpr (Format::kIsMx) {
+    payload[block] = static_cast<unsigned char>(stored);
+  } else if (reinterpret_cast<std::uintptr_t>(payload) % 4 == 0) {
+    reinterpret_cast<unsigned*>(payload)[block] = stored;
+  } else {
+    for (int k = 0; k < 4; ++k) payload[4 * block + k] = static_cast<unsigned char>(stored >> 8 * k);
+  }
+}
+
 // Encodes four elements and returns what is left of them.
 template <class Format, bool stochastic>
 __device__ Four encode_four(const QuantizeJob& job, const BlockScale& scale, const Four& input, std::size_t i, int code[4]) {
@@ -149,7 +160,8 @@ __device__ Four encode_four(const QuantizeJob& job, const BlockScale& scale, con
 template <class Format, bool stochastic, bool has_residual, int threads>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const __grid_constant__ QuantizeJob job, const __grid_constant__ PayloadLayout layout) {
-  constexpr int kPerWarp = 32 / threads;
+  constexpr int kPerWarp = 32 / threads, kHeld = threads == 32 ? 2 : 1;
+  const std::size_t whole_blocks = job.numel / job.block_numel;
   const bool is_aligned = (reinterpret_cast<std::uintptr_t>(job.flat) | reinterpret_cast<std::uintptr_t>(job.residual)) % 16 == 0;
   const int lane = threadIdx.x % 32, thread = lane % threads;
   const std::size_t warp = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) / 32;
@@ -161,22 +173,34 @@ __global__ void __launch_bounds__(kThreads)
   for (std::size_t first = warp * kPerWarp; first < layout.num_blocks; first += warps * kPerWarp) {
     const std::size_t block = first + lane / threads;
     const std::size_t begin = min(block * job.block_numel, job.numel), end = min(begin + job.block_numel, job.numel);
-    const BlockScale scale = find_scale<Format, has_residual, threads>(job, begin, end, thread, is_aligned);
-    if (thread == 0 && begin < end) {
-      if constexpr (Format::kIsMx) {
-        job.payload[block] = static_cast<unsigned char>(scale.stored);
-      } else {
-        for (int k = 0; k < 4; ++k) job.payload[4 * block + k] = static_cast<unsigned char>(scale.stored >> 8 * k);
-      }
+    const bool is_held = is_aligned && job.block_numel == 4 * threads * kHeld && first + kPerWarp <= whole_blocks;  // alike in the warp
+    Four held[kHeld];
+    Reach<Format> reach;
+    if (is_held) {
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h) held[h] = load_input<has_residual>(job, begin + 4 * (h * threads + thread), end, true);
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h) reach.add(held[h]);
+    } else {
+      for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) reach.add(load_input<has_residual>(job, i, end, is_aligned));
     }
-    for (std::size_t at = 0; at < job.block_numel; at += 4 * threads) {
-      const std::size_t i = begin + at + 4 * thread;
-      const std::size_t stop = min(end, begin + at + 4 * threads);
-      const Four input = load_input<has_residual>(job, i, stop, is_aligned);
+    const BlockScale scale = reach.template scale<threads>(end - begin);
+    if (thread == 0 && begin < end) store_scale<Format>(job.payload, block, scale.stored);
+    const auto encode = [&](const Four& input, std::size_t i, std::size_t stop) {
       int code[4];
       const Four left = encode_four<Format, stochastic>(job, scale, input, i, code);
       store_codes<kCodeBits[static_cast<int>(Format::kFormat)]>(job.payload + layout.codes_offset, code, i, stop);
       if constexpr (has_residual) store_four(job.residual, left, i, stop, is_aligned);
+    };
+    if (is_held) {
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h) encode(held[h], begin + 4 * (h * threads + thread), end);
+      continue;
+    }
+    for (std::size_t at = 0; at < job.block_numel; at += 4 * threads) {
+      const std::size_t i = begin + at + 4 * thread;
+      const std::size_t stop = min(end, begin + at + 4 * threads);
+      encode(load_input<has_residual>(job, i, stop, is_aligned), i, stop);
     }
   }
 }
@@ -200,6 +224,13 @@ __device__ unsigned load_codes(const unsigned char* codes, std::size_t i, std::s
   }
 }
 
+__device__ unsigned load_scale(const unsigned char* payload, std::size_t block) {
+  if (reinterpret_cast<std::uintptr_t>(payload) % 4 == 0) return reinterpret_cast<const unsigned*>(payload)[block];
+  unsigned stored = 0;
+  for (int k = 0; k < 4; ++k) stored |= static_cast<unsigned>(payload[4 * block + k]) << 8 * k;
+  return stored;
+}
+
 template <class Format, bool is_added>
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(const __grid_constant__ DequantizeJob job, const __grid_constant__ PayloadLayout layout) {
@@ -212,9 +243,7 @@ __global__ void __launch_bounds__(kThreads)
     if constexpr (Format::kIsMx) {
       scale = mx_scale(job.payload[block]);
     } else {
-      unsigned stored = 0;
-      for (int k = 0; k < 4; ++k) stored |= static_cast<unsigned>(job.payload[4 * block + k]) << 8 * k;
-      scale = __uint_as_float(stored);
+      scale = __uint_as_float(load_scale(job.payload, block));
     }
     scale = scale * job.factor;
     const unsigned packed = load_codes<bits>(job.payload + layout.codes_offset, i, job.numel);

@@ -51,6 +51,17 @@ struct Work {
 };
 static_assert(sizeof(State) + 2 * kMaxWarps * sizeof(std::uint32_t) + 64 <= kTopkCounterBytes);
 
+// The sum, bit for bit as x86 has it where that is no number: the first operand that is none, made quiet, or the negative one. A GPU
+// knows one NaN alone, and its magnitude would be chosen before those that were there.
+__device__ float add_as_cpu(float a, float b) {
+  const float sum = a + b;
+  if (sum == sum) return sum;
+  const std::int32_t quiet = 0x00400000;
+  if (a != a) return __int_as_float(__float_as_int(a) | quiet);
+  if (b != b) return __int_as_float(__float_as_int(b) | quiet);
+  return __int_as_float(static_cast<std::int32_t>(0xFFC00000u));
+}
+
 __device__ std::int32_t magnitude(float value) { return __float_as_int(value) & kMagnitude; }
 
 // The range of the elements 0 .. count - 1 that is this warp's: whole steps.
@@ -185,7 +196,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const __grid_con
     keys[j] = -1;
     if (i < work.sample.count) {
       const std::size_t place = work.sample.index(i);
-      keys[j] = magnitude(job.residual != nullptr ? job.flat[place] + job.residual[place] : job.flat[place]);
+      keys[j] = magnitude(job.residual != nullptr ? add_as_cpu(job.flat[place], job.residual[place]) : job.flat[place]);
     }
   }
   if (threadIdx.x == 0) prefix = RadixPrefix{0, 0, 0};
@@ -222,7 +233,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__
       if constexpr (has_residual) {
         const Four left = load_four(job.residual, i, range.end, is_left_aligned);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) loaded[u].x[j] = loaded[u].x[j] + left.x[j];
+        for (int j = 0; j < 4; ++j) loaded[u].x[j] = add_as_cpu(loaded[u].x[j], left.x[j]);
       }
     }
 #pragma unroll
