@@ -1,6 +1,6 @@
 // The idea: a warp takes a block (8 threads one of 32 elements), each thread four elements, 16 bytes, at a time. It needs
-// the block twice: once for the scale, which the threads agree on by shuffles, once to encode. Whole blocks of the usual lengths,
-// 256 and 32, stay in registers meanwhile; others are read again, from the L1 cache. Bytes moved per element: 4 read, kCodeBits / 8 written; with a residual 8 read and 4 more written.
+// the block twice: once for the scale, which the threads agree on by shuffles, once to encode. Whole blocks of a format's own length
+// stay in registers meanwhile; others are read again, from the L1 cache. Bytes moved per element: 4 read, kCodeBits / 8 written; with a residual 8 read and 4 more written.
 #include "../common/philox.h"
 #include "../common/quantizers.h"
 #include "launch.h"
@@ -156,11 +156,12 @@ __device__ Four encode_four(const QuantizeJob& job, const BlockScale& scale, con
   return left;
 }
 
-// `threads` to a block; whole warps stay together to the end, for the shuffles.
-template <class Format, bool stochastic, bool has_residual, int threads>
+// `threads` to a block, of which each has `held` times four elements; held 0 is for blocks of any length, as are those at the end. Whole
+// warps stay together to the end, for the shuffles.
+template <class Format, bool stochastic, bool has_residual, int threads, int held>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const __grid_constant__ QuantizeJob job, const __grid_constant__ PayloadLayout layout) {
-  constexpr int kPerWarp = 32 / threads, kHeld = threads == 32 ? 2 : 1;
+  constexpr int kPerWarp = 32 / threads;
   const std::size_t whole_blocks = job.numel / job.block_numel;
   const bool is_aligned = (reinterpret_cast<std::uintptr_t>(job.flat) | reinterpret_cast<std::uintptr_t>(job.residual)) % 16 == 0;
   const int lane = threadIdx.x % 32, thread = lane % threads;
@@ -173,34 +174,34 @@ __global__ void __launch_bounds__(kThreads)
   for (std::size_t first = warp * kPerWarp; first < layout.num_blocks; first += warps * kPerWarp) {
     const std::size_t block = first + lane / threads;
     const std::size_t begin = min(block * job.block_numel, job.numel), end = min(begin + job.block_numel, job.numel);
-    const bool is_held = is_aligned && job.block_numel == 4 * threads * kHeld && first + kPerWarp <= whole_blocks;  // alike in the warp
-    Four held[kHeld];
-    Reach<Format> reach;
-    if (is_held) {
-#pragma unroll
-      for (int h = 0; h < kHeld; ++h) held[h] = load_input<has_residual>(job, begin + 4 * (h * threads + thread), end, true);
-#pragma unroll
-      for (int h = 0; h < kHeld; ++h) reach.add(held[h]);
-    } else {
-      for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) reach.add(load_input<has_residual>(job, i, end, is_aligned));
-    }
-    const BlockScale scale = reach.template scale<threads>(end - begin);
-    if (thread == 0 && begin < end) store_scale<Format>(job.payload, block, scale.stored);
-    const auto encode = [&](const Four& input, std::size_t i, std::size_t stop) {
+    const auto encode = [&](const BlockScale& scale, const Four& input, std::size_t i, std::size_t stop) {
       int code[4];
       const Four left = encode_four<Format, stochastic>(job, scale, input, i, code);
       store_codes<kCodeBits[static_cast<int>(Format::kFormat)]>(job.payload + layout.codes_offset, code, i, stop);
       if constexpr (has_residual) store_four(job.residual, left, i, stop, is_aligned);
     };
-    if (is_held) {
+    Reach<Format> reach;
+    if constexpr (held > 0) {
+      if (is_aligned && first + kPerWarp <= whole_blocks) {
+        Four input[held];
 #pragma unroll
-      for (int h = 0; h < kHeld; ++h) encode(held[h], begin + 4 * (h * threads + thread), end);
-      continue;
+        for (int h = 0; h < held; ++h) input[h] = load_input<has_residual>(job, begin + 4 * (h * threads + thread), end, true);
+#pragma unroll
+        for (int h = 0; h < held; ++h) reach.add(input[h]);
+        const BlockScale scale = reach.template scale<threads>(4 * threads * held);
+        if (thread == 0) store_scale<Format>(job.payload, block, scale.stored);
+#pragma unroll
+        for (int h = 0; h < held; ++h) encode(scale, input[h], begin + 4 * (h * threads + thread), end);
+        continue;
+      }
     }
+    for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) reach.add(load_input<has_residual>(job, i, end, is_aligned));
+    const BlockScale scale = reach.template scale<threads>(end - begin);
+    if (thread == 0 && begin < end) store_scale<Format>(job.payload, block, scale.stored);
     for (std::size_t at = 0; at < job.block_numel; at += 4 * threads) {
       const std::size_t i = begin + at + 4 * thread;
       const std::size_t stop = min(end, begin + at + 4 * threads);
-      encode(load_input<has_residual>(job, i, stop, is_aligned), i, stop);
+      encode(scale, load_input<has_residual>(job, i, stop, is_aligned), i, stop);
     }
   }
 }
@@ -276,12 +277,17 @@ cudaError_t launch(void (*kernel)(Job, PayloadLayout), const Job& job, std::size
 template <class Format, bool stochastic, bool has_residual>
 cudaError_t launch_quantize(const QuantizeJob& job, void* stream) {
   const std::size_t blocks = PayloadLayout(job.format, job.numel, job.block_numel).num_blocks;
-  if constexpr (Format::kFormat != PayloadFormat::kSign) {
-    if (job.block_numel == 32) {
-      return launch<QuantizeJob>(quantize_kernel<Format, stochastic, has_residual, 8>, job, 8 * blocks, stream);
+  const auto launch_with = [&](auto kernel, int threads) { return launch<QuantizeJob>(kernel, job, threads * blocks, stream); };
+  if constexpr (Format::kIsMx) {  // 32 by definition
+    return launch_with(quantize_kernel<Format, stochastic, has_residual, 8, 1>, 8);
+  } else {
+    if constexpr (Format::kFormat != PayloadFormat::kSign) {
+      if (job.block_numel == 32) return launch_with(quantize_kernel<Format, stochastic, has_residual, 8, 1>, 8);
     }
+    constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)], held = bits == 8 ? 2 : bits == 4 ? 1 : 8;  // the formats' own lengths
+    if (job.block_numel == 128 * held) return launch_with(quantize_kernel<Format, stochastic, has_residual, 32, held>, 32);
+    return launch_with(quantize_kernel<Format, stochastic, has_residual, 32, 0>, 32);
   }
-  return launch<QuantizeJob>(quantize_kernel<Format, stochastic, has_residual, 32>, job, 32 * blocks, stream);
 }
 
 template <class Format>
