@@ -15,10 +15,6 @@ constexpr std::uint64_t opened(std::uint64_t write) { return 3 * write; }
 constexpr std::uint64_t entered(std::uint64_t write) { return 3 * write + 1; }
 constexpr std::uint64_t closed(std::uint64_t write) { return 3 * write + 2; }
 
-bool pass(std::uint64_t& gate, std::uint64_t from, std::uint64_t to) {
-  return __atomic_compare_exchange_n(&gate, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-}
-
 }  // namespace
 
 bool Group::write_memory(int rank, const Source& target, const void* from, std::size_t bytes, const char* verb) {

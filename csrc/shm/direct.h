@@ -33,12 +33,10 @@ namespace pycomm::shm {
 // 0.6, 1 MiB 0.6, 2 MiB 0.65, 4 MiB 1.05.
 inline constexpr std::size_t kDeliverFrom = 12u << 10, kDeliverTo = 2u << 20;
 
-// What copies wait for others that copy as much, whom they must not put to sleep: waking one takes longer than they do.
-inline constexpr std::size_t kBytesASpin = 200;  // at 10 GB/s
-
 template <class Move>
 bool Group::move_by_all(const char* verb, std::size_t bytes, Move move) {
   if (!move()) store_relaxed(ping(rank_).refused, seq_);
+  // Others copy as much meanwhile, and must not be put to sleep: waking one takes longer than they do.
   sync(verb, kSpinsAlone + static_cast<int>(bytes / kBytesASpin));
   for (int r = 0; r < ranks_; ++r) is_refused_ |= load_relaxed(ping(r).refused) == seq_;
   return !is_refused_;

@@ -24,7 +24,7 @@ namespace pycomm::shm {
 inline constexpr std::size_t kOfferFrom = 32u << 10, kOfferTo = 1u << 20;
 inline bool is_offerable(std::size_t bytes) { return bytes >= kOfferFrom && bytes <= kOfferTo; }
 // How often a sender looks before it withdraws an offer: for about 15 us, and the time that a receiver may take for its last message.
-inline int looks_at_offer(std::size_t bytes) { return 150 + static_cast<int>(bytes / 200); }
+inline int looks_at_offer(std::size_t bytes) { return 150 + static_cast<int>(bytes / kBytesASpin); }
 
 class Offer {
  public:
@@ -35,17 +35,14 @@ class Offer {
   // The sender's.
   void make(std::uint64_t number) { store_release(word_, at(number, kOffered)); }
   State state() const { return static_cast<State>(load_acquire(word_) % kStates); }
-  bool withdraw(std::uint64_t number) { return pass(at(number, kOffered), at(number, kWithdrawn)); }
+  bool withdraw(std::uint64_t number) { return pass(word_, at(number, kOffered), at(number, kWithdrawn)); }
 
   // The receiver's.
-  bool take(std::uint64_t number) { return pass(at(number, kOffered), at(number, kTaken)); }
+  bool take(std::uint64_t number) { return pass(word_, at(number, kOffered), at(number, kTaken)); }
   void answer(std::uint64_t number, bool has_read) { store_release(word_, at(number, has_read ? kRead : kRefused)); }
 
  private:
   static constexpr std::uint64_t at(std::uint64_t number, State state) { return kStates * number + state; }
-  bool pass(std::uint64_t from, std::uint64_t to) {
-    return __atomic_compare_exchange_n(&word_, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-  }
 
   std::uint64_t& word_;
 };

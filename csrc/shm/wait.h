@@ -35,6 +35,11 @@ class Log;
 inline std::uint64_t load_acquire(const std::uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 inline void store_release(std::uint64_t& word, std::uint64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
 
+// Changes the word if it is `from`, and says whether it was.
+inline bool pass(std::uint64_t& word, std::uint64_t from, std::uint64_t to) {
+  return __atomic_compare_exchange_n(&word, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
 // For words that several ranks look at without being told when; what they say is advice.
 template <class Word>
 Word load_relaxed(const Word& word) { return __atomic_load_n(&word, __ATOMIC_RELAXED); }
@@ -53,6 +58,8 @@ std::int64_t monotonic_ns();
 
 inline constexpr std::int64_t kMostYieldNs = 50'000;  // how long to yield before sleeping, times the ranks that share a core
 inline constexpr std::int64_t kLeastYieldNs = 500;    // as long as one yield takes
+// While another rank copies, this one looks about as often as once for so many bytes (at 10 GB/s).
+inline constexpr std::size_t kBytesASpin = 200;
 inline constexpr std::int64_t kLongestNapNs = 8'000'000;  // between two looks around
 
 // What broke a group; kept in Control::failure so that one rank's discovery is everybody's.
