@@ -4,6 +4,7 @@
 # make test-torch-versions  what depends on torch the most, from one wheel, on every torch of TORCH_VERSIONS
 # make peers  the libraries that `pycomm bench --against` compares with, each in an environment of its own
 # Needs Python 3.11+ with venv and headers, a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
+# Where nothing can be downloaded: OFFLINE=1 VENV=DIR, an environment that holds the packages already (a cluster's torch).
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -45,6 +46,7 @@ peers: setup
 gpu-check:
 	rm -f $(VENV)/.stamp-built
 	PYCOMM_CUDA=1 $(MAKE) setup
+	@$(bin)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else f"gpu-check: torch {torch.__version__} sees no GPU (torch.cuda.is_available() is False)")'
 	$(bin)/python -m pytest tests/gpu
 	$(bin)/python benchmarks/kernels.py --device cuda --rounds 5 --json benchmarks/results/kernels-cuda.json
 
@@ -71,10 +73,15 @@ $(VENV)/.stamp-created:
 	touch $@
 
 # pip would compile to bytecode all that it installs, on one core; half of it nothing here imports: the first use does so.
-pip_install := $(bin)/python -m pip install --no-compile -c constraints.txt
+pip_install := $(bin)/python -m pip install --no-compile $(if $(OFFLINE),--no-index --no-deps,-c constraints.txt)
+packages := torch setuptools pybind11 ninja
 
 $(VENV)/.stamp-packages: $(VENV)/.stamp-created pyproject.toml constraints.txt
-	$(pip_install) torch setuptools pybind11 ninja
+ifdef OFFLINE
+	@$(bin)/python -c 'import importlib.util as u, sys; gone = [p for p in sys.argv[1:] if not u.find_spec(p)]; sys.exit("OFFLINE: $(VENV) lacks " + ", ".join(gone) + ". Name an environment that has them: make OFFLINE=1 VENV=DIR" if gone else 0)' $(packages) numpy rich pytest pytest_timeout hypothesis
+else
+	$(pip_install) $(packages)
+endif
 	touch $@
 
 # SPIN checks the model of the shared-memory protocol (tests/model). Where it cannot be installed, those tests say so.

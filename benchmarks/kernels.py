@@ -284,6 +284,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {device}: torch {torch.__version__} sees no GPU (torch.cuda.is_available() is False)")
     numels = [
         int(float(word.rstrip("M")) * (1 << 20)) if "M" in word else int(word) for word in options.numel.split(",")
     ]

@@ -119,9 +119,9 @@ void test_quantize(PayloadFormat format, std::size_t numel, std::size_t block_nu
   const PayloadLayout layout(format, numel, block_numel);
   const Array<float> x = random_floats(numel, skew), before = random_floats(numel, skew);
   for (const bool has_residual : {false, true}) {
-    Array<unsigned char> payload(layout.bytes), there(layout.bytes);
+    Array<unsigned char> payload(layout.bytes), there(layout.bytes, skew);
     const Array<float> left(before), left_there(before);
-    QuantizeJob job{payload.data(), x.data(), has_residual ? left.data() : nullptr, 5, (1ull << 34) + 11, format,
+    QuantizeJob job{payload.data(), x.data(), has_residual ? left.data() : nullptr, 5, (1ull << 34) + 11 * (numel % 2), format,
                     is_stochastic, false, numel, block_numel, 0, layout.num_blocks};
     quantize(job);
     job.payload = there.data();
@@ -132,7 +132,7 @@ void test_quantize(PayloadFormat format, std::size_t numel, std::size_t block_nu
     expect(left == left_there, what + ": residual");
     for (const bool is_added : {false, true}) {
       const Array<float> flat(before), flat_there(before);
-      DequantizeJob back{flat.data(), payload.data(), 0.7f, format, is_added, false, numel, block_numel, 0, layout.num_blocks};
+      DequantizeJob back{flat.data(), there.data(), 0.7f, format, is_added, false, numel, block_numel, 0, layout.num_blocks};
       dequantize(back);
       back.flat = flat_there.data();
       dequantize_cuda(back, nullptr);
@@ -209,8 +209,9 @@ int main() {
   for (const std::size_t numel : {1, 300, 5000}) test_scatter_add(numel, (numel + 2) / 3);
   for (int format = 0; format < kPayloadFormats; ++format) {
     const auto known = static_cast<PayloadFormat>(format);
-    for (const std::size_t numel : {1, 31, 33, 257, 9001}) {
-      for (const std::size_t block_numel : {32, 96, 4096}) {
+    for (const std::size_t numel : {1, 31, 33, 257, 9001, 9008}) {
+      // Each format's own length is among them, whose aligned whole blocks the GPU takes by tiles.
+      for (const std::size_t block_numel : {32, 64, 96, 128, 256, 1024, 4096}) {
         if (is_mx(known) && block_numel != 32) continue;
         test_quantize(known, numel, block_numel, false, numel % 2);
         if (known != PayloadFormat::kSign) test_quantize(known, numel, block_numel, true, 0);

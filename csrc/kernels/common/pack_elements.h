@@ -34,18 +34,4 @@ PYCOMM_HD std::int64_t strided_offset(std::size_t index, const std::int64_t* sha
   return offset;
 }
 
-// The part that has the element `at` of the bucket: the last whose start is at or before it. `starts` ascends strictly.
-PYCOMM_HD int find_part(const std::size_t* starts, int count, std::size_t at) {
-  int low = 0, high = count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (starts[middle] <= at) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
-
 }  // namespace pycomm

@@ -6,19 +6,21 @@
 #include "launch.h"
 #include "pack.h"
 
+#include <limits>
+
 namespace pycomm {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 16;
 constexpr int kGroup = 8;  // elements
-constexpr int kMaxParts = 160, kMaxDims = 64;  // torch has no more dimensions
+constexpr int kMaxParts = 304, kMaxDims = 64;  // torch has no more dimensions
 
 // Contiguous tensors that follow each other in the bucket.
 struct Parts {
   char* data[kMaxParts];
-  std::size_t start[kMaxParts];  // in the bucket
+  std::size_t begin, end;          // in the bucket
+  std::uint32_t start[kMaxParts];  // from `begin` on
   std::uint8_t type[kMaxParts];
-  std::size_t end;
   int count;
 };
 
@@ -113,25 +115,39 @@ __device__ void move_items(char* item, PackType type, char* place, const Bucket&
   });
 }
 
+// The part that has the element `at`: the last whose start is at or before it. `starts` ascends strictly.
+__device__ int find_part(const std::uint32_t* starts, int count, std::size_t at) {
+  int low = 0, high = count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (starts[middle] <= at) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
 __device__ std::size_t item_bytes_of(PackType type) { return type == PackType::kFloat32 ? 4 : 2; }
 
 template <bool is_unpack>
 __global__ void __launch_bounds__(kThreads)
     move_parts_kernel(const __grid_constant__ Bucket bucket, const __grid_constant__ Parts parts) {
-  __shared__ std::size_t starts[kMaxParts];
+  __shared__ std::uint32_t starts[kMaxParts];
   for (int part = threadIdx.x; part < parts.count; part += kThreads) starts[part] = parts.start[part];
   __syncthreads();
   const std::size_t stride = std::size_t{gridDim.x} * kThreads;
-  const std::size_t begin = parts.start[0], width = item_bytes_of(bucket.type);
+  const std::size_t begin = parts.begin, width = item_bytes_of(bucket.type);
   const std::size_t last = (parts.end + kGroup - 1) / kGroup;  // groups are counted from the bucket's beginning
   for (std::size_t group = begin / kGroup + blockIdx.x * std::size_t{kThreads} + threadIdx.x; group < last;
        group += stride) {
     std::size_t at = group * kGroup < begin ? begin : group * kGroup;
     const std::size_t end = (group + 1) * kGroup < parts.end ? (group + 1) * kGroup : parts.end;
-    for (int part = find_part(starts, parts.count, at); at < end; ++part) {
-      const std::size_t stop = part + 1 < parts.count && starts[part + 1] < end ? starts[part + 1] : end;
+    for (int part = find_part(starts, parts.count, at - begin); at < end; ++part) {
+      const std::size_t stop = part + 1 < parts.count ? min(begin + starts[part + 1], end) : end;
       const auto type = static_cast<PackType>(parts.type[part]);
-      char* const item = parts.data[part] + (at - starts[part]) * item_bytes_of(type);
+      char* const item = parts.data[part] + (at - begin - starts[part]) * item_bytes_of(type);
       if (stop - at == kGroup) {
         move_items<is_unpack, true>(item, type, bucket.data + at * width, bucket);
         at = stop;
@@ -158,7 +174,7 @@ __global__ void __launch_bounds__(kThreads)
 template <bool is_unpack>
 cudaError_t launch_parts(const Bucket& bucket, const Parts& parts, void* stream) {
   unsigned blocks = 0;
-  const std::size_t groups = (parts.end - parts.start[0]) / kGroup + 2;
+  const std::size_t groups = (parts.end - parts.begin) / kGroup + 2;
   const cudaError_t error = count_blocks(groups, kBlocksPerMultiprocessor, &blocks);
   if (error != cudaSuccess) return error;
   return launch_kernel(&move_parts_kernel<is_unpack>, blocks, kThreads, stream, bucket, parts);
@@ -190,12 +206,14 @@ cudaError_t run(const PackJob& job, void* stream) {
   for (std::size_t i = 0; i < job.num_parts && error == cudaSuccess; ++i) {
     const PackPart& part = job.parts[i];
     if (part.numel == 0) continue;
-    if (!part.is_contiguous || parts.count == kMaxParts) flush();
+    const bool is_near = start - parts.begin <= std::numeric_limits<std::uint32_t>::max();
+    if (!part.is_contiguous || parts.count == kMaxParts || !is_near) flush();
     if (!part.is_contiguous) {
       if (error == cudaSuccess) error = launch_strided<is_unpack>(bucket, part, start, stream);
     } else {
+      if (parts.count == 0) parts.begin = start;
       parts.data[parts.count] = part.data;
-      parts.start[parts.count] = start;
+      parts.start[parts.count] = static_cast<std::uint32_t>(start - parts.begin);
       parts.type[parts.count++] = static_cast<std::uint8_t>(part.type);
       parts.end = start + part.numel;
     }

@@ -1,8 +1,11 @@
-// The idea: a warp takes a block (8 threads one of 32 elements), each thread four elements, 16 bytes, at a time. It needs
-// the block twice: once for the scale, which the threads agree on by shuffles, once to encode. Whole blocks of a format's own length
-// stay in registers meanwhile; others are read again, from the L1 cache. Bytes moved per element: 4 read, kCodeBits / 8 written; with a residual 8 read and 4 more written.
+// The idea: the threads of a block agree on its scale by shuffles, then each encodes what it holds. Blocks of the usual lengths, where
+// they are aligned, go by tiles: a warp loads a tile whole into registers, so that many loads are under way, and no element is read
+// twice or asked whether it is the last. Blocks of any length, and what the tiles leave, are read twice, the second time from the L1
+// cache. Bytes moved per element: 4 read, kCodeBits / 8 written; with a residual 8 read and 4 more written.
 #include "../common/philox.h"
 #include "../common/quantizers.h"
+#include "block.h"
+#include "elements.h"
 #include "launch.h"
 #include "quantize.h"
 
@@ -10,70 +13,47 @@ namespace pycomm {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 16;
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-struct Four {
-  float x[4];
+template <class Format>
+constexpr int kBits = kCodeBits[static_cast<int>(Format::kFormat)];
+template <class Format>
+constexpr bool kIsSign = Format::kFormat == PayloadFormat::kSign;
+
+// What a warp takes at a time: `held` chunks, of which each thread has `width` elements that follow each other. A block is `threads` of
+// a chunk, or `deep` whole chunks.
+template <int threads, int width, int deep, int held>
+struct Tile {
+  static_assert(held % deep == 0 && (deep == 1 || threads == kWarp));
+  static constexpr int kThreads = threads, kWidth = width, kDeep = deep, kHeld = held;
+  static constexpr int kChunk = kWarp * width, kNumel = held * kChunk;
+  static constexpr int kBlockNumel = threads * width * deep, kBlocks = kNumel / kBlockNumel;
+};
+struct NoTile {
+  static constexpr int kNumel = 0;
 };
 
-// Elements [i, i + 4) of `from`; zeros from `end` on.
-__device__ Four load_four(const float* from, std::size_t i, std::size_t end, bool is_aligned) {
-  Four four = {};
-  if (is_aligned && i + 4 <= end) {
-    const float4 loaded = *reinterpret_cast<const float4*>(from + i);
-    return {{loaded.x, loaded.y, loaded.z, loaded.w}};
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (i + j < end) four.x[j] = from[i + j];
-  }
-  return four;
-}
-
-__device__ void store_four(float* to, const Four& four, std::size_t i, std::size_t end, bool is_aligned) {
-  if (is_aligned && i + 4 <= end) {
-    *reinterpret_cast<float4*>(to + i) = make_float4(four.x[0], four.x[1], four.x[2], four.x[3]);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (i + j < end) to[i + j] = four.x[j];
-  }
-}
-
-template <bool has_residual>
-__device__ Four load_input(const QuantizeJob& job, std::size_t i, std::size_t end, bool is_aligned) {
-  Four input = load_four(job.flat, i, end, is_aligned);
-  if constexpr (has_residual) {
-    const Four residual = load_four(job.residual, i, end, is_aligned);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) input.x[j] = input.x[j] + residual.x[j];
-  }
-  return input;
-}
-
 // What a block's scale is made of: of a sign its sum, in the order of [Note: lanes of a sum], where thread t has the lanes 4 t .. 4 t + 3.
-template <class Format>
+template <class Format, int width>
 struct Reach {
-  Four sums = {};
+  static_assert(!kIsSign<Format> || width == 4);
+  Elements<width> sums = {};
   int amax = 0;
 
-  __device__ void add(const Four& input) {
+  __device__ void add(const Elements<width>& input) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (Format::kFormat == PayloadFormat::kSign) sums.x[j] = sums.x[j] + fabsf(input.x[j]);
+    for (int j = 0; j < width; ++j) {
+      if constexpr (kIsSign<Format>) sums.x[j] = sums.x[j] + fabsf(input.x[j]);
       else amax = max(amax, __float_as_int(input.x[j]) & 0x7FFFFFFF);
     }
   }
 
-  // The scale of the block of `numel`, known to all of its threads.
-  template <int threads>
-  __device__ BlockScale scale(std::size_t numel) {
-    if constexpr (Format::kFormat == PayloadFormat::kSign) {
+  // The scale of the block of `numel`, known to all of its `threads`.
+  __device__ BlockScale scale(int threads, std::size_t numel) {
+    if constexpr (kIsSign<Format>) {
 #pragma unroll
       for (int step = threads / 2; step > 0; step /= 2) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums.x[j] = sums.x[j] + __shfl_down_sync(kAllLanes, sums.x[j], step, threads);
+        for (int j = 0; j < width; ++j) sums.x[j] = sums.x[j] + __shfl_down_sync(kAllLanes, sums.x[j], step, threads);
       }
       const float total = (sums.x[0] + sums.x[2]) + (sums.x[1] + sums.x[3]);
       return make_sign_scale(__shfl_sync(kAllLanes, total, 0, threads), numel);
@@ -85,215 +65,229 @@ struct Reach {
   }
 };
 
-// 16 random bits for each of four elements from `index` on.
-__device__ void draw_four(std::uint64_t seed, std::uint64_t index, int random[4]) {
-  PhiloxWords words = philox(seed, index / kPhiloxGroup);
+// 16 random bits for each of `width` elements from `index` on.
+template <int width>
+__device__ void draw(std::uint64_t seed, std::uint64_t index, int* random) {
+  static_assert(width <= kPhiloxGroup && kPhiloxGroup == 8);
+  const PhiloxWords first = philox(seed, index / kPhiloxGroup);
+  std::uint32_t word[8] = {first.word[0], first.word[1], first.word[2], first.word[3]};
+  const auto skipped = static_cast<unsigned>(index % kPhiloxGroup);
+  if (skipped + width > kPhiloxGroup) {
+    const PhiloxWords next = philox(seed, index / kPhiloxGroup + 1);
 #pragma unroll
-  for (int j = 0; j < 4; ++j, ++index) {
-    if (j > 0 && index % kPhiloxGroup == 0) words = philox(seed, index / kPhiloxGroup);
-    const std::uint32_t word = words.word[index / 2 % 4];
-    random[j] = static_cast<int>(index % 2 != 0 ? word >> 16 : word & 0xFFFFu);
+    for (int i = 0; i < 4; ++i) word[4 + i] = next.word[i];
   }
-}
-
-// Writes four codes of `bits` to where those of element i belong. All threads of the warp call it.
-template <int bits>
-__device__ void store_codes(unsigned char* codes, const int code[4], std::size_t i, std::size_t end) {
-  constexpr int kMask = (1 << bits) - 1;
-  unsigned packed = 0;
+  if (skipped != 0) {  // those halves go: four, two and one of them
 #pragma unroll
-  for (int j = 0; j < 4; ++j) packed |= static_cast<unsigned>(code[j] & kMask) << (bits * j);
-  if constexpr (bits == 8) {
-    if (i + 4 <= end && reinterpret_cast<std::uintptr_t>(codes) % 4 == 0) {
-      *reinterpret_cast<unsigned*>(codes + i) = packed;
-      return;
-    }
-    for (int j = 0; j < 4 && i + j < end; ++j) codes[i + j] = static_cast<unsigned char>(packed >> 8 * j);
-  } else if constexpr (bits == 4) {
-    if (i < end) codes[i / 2] = static_cast<unsigned char>(packed);
-    if (i + 2 < end) codes[i / 2 + 1] = static_cast<unsigned char>(packed >> 8);
-  } else if constexpr (bits == 2) {
-    if (i < end) codes[i / 4] = static_cast<unsigned char>(packed);
-  } else {
-    const unsigned next = __shfl_down_sync(kAllLanes, packed, 1);
-    if (i < end && i % 8 == 0) codes[i / 8] = static_cast<unsigned char>(packed | next << 4);
+    for (int i = 0; i < 6; ++i) word[i] = (skipped & 4u) != 0 ? word[i + 2] : word[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) word[i] = (skipped & 2u) != 0 ? word[i + 1] : word[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = (skipped & 1u) != 0 ? word[i] >> 16 | word[i + 1] << 16 : word[i];
   }
+#pragma unroll
+  for (int j = 0; j < width; ++j) random[j] = static_cast<int>(j % 2 != 0 ? word[j / 2] >> 16 : word[j / 2] & 0xFFFFu);
 }
 
-template <class Format>
-__device__ void store_scale(unsigned char* payload, std::size_t block, unsigned stored) {
-  if constexpr (Format::kIsMx) {
-    payload[block] = static_cast<unsigned char>(stored);
-  } else if (reinterpret_cast<std::uintptr_t>(payload) % 4 == 0) {
-    reinterpret_cast<unsigned*>(payload)[block] = stored;
-  } else {
-    for (int k = 0; k < 4; ++k) payload[4 * block + k] = static_cast<unsigned char>(stored >> 8 * k);
-  }
-}
-
-// Encodes four elements and returns what is left of them.
-template <class Format, bool stochastic>
-__device__ Four encode_four(const QuantizeJob& job, const BlockScale& scale, const Four& input, std::size_t i, int code[4]) {
-  Four left = {};
+// Encodes the elements, the first of which is the `index`-th of the stream of random numbers, and returns what is left of them.
+template <class Format, bool stochastic, int width>
+__device__ Elements<width> encode(const BlockScale& scale, const Elements<width>& input, std::uint64_t seed, std::uint64_t index,
+                                  unsigned* code) {
+  Elements<width> left = {};
   if (!scale.is_finite) {
-    code[0] = code[1] = code[2] = code[3] = 0;
+#pragma unroll
+    for (int j = 0; j < width; ++j) code[j] = 0;
     return left;
   }
-  [[maybe_unused]] int random[4] = {};
-  if constexpr (stochastic) draw_four(job.seed, job.offset + i, random);
+  [[maybe_unused]] int random[width] = {};
+  if constexpr (stochastic) draw<width>(seed, index, random);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if constexpr (Format::kFormat == PayloadFormat::kSign) {
+  for (int j = 0; j < width; ++j) {
+    if constexpr (kIsSign<Format>) {
       const int bits = __float_as_int(input.x[j]);
-      code[j] = static_cast<int>(static_cast<unsigned>(bits) >> 31);
+      code[j] = static_cast<unsigned>(bits) >> 31;
       left.x[j] = input.x[j] - __int_as_float((bits & static_cast<int>(0x80000000u)) | __float_as_int(scale.scale));
     } else {
       const auto encoded = Format::Code::template encode<Scalar, stochastic>(input.x[j] * scale.inverse, random[j]);
-      code[j] = encoded.with_sign();
+      code[j] = static_cast<unsigned>(encoded.with_sign()) & ((1u << kBits<Format>) - 1);
       left.x[j] = input.x[j] - encoded.value() * scale.scale;
     }
   }
   return left;
 }
 
-// `threads` to a block, of which each has `held` times four elements; held 0 is for blocks of any length, as are those at the end. Whole
-// warps stay together to the end, for the shuffles.
-template <class Format, bool stochastic, bool has_residual, int threads, int held>
-__global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const __grid_constant__ QuantizeJob job, const __grid_constant__ PayloadLayout layout) {
-  constexpr int kPerWarp = 32 / threads;
-  const std::size_t whole_blocks = job.numel / job.block_numel;
-  const bool is_aligned = (reinterpret_cast<std::uintptr_t>(job.flat) | reinterpret_cast<std::uintptr_t>(job.residual)) % 16 == 0;
-  const int lane = threadIdx.x % 32, thread = lane % threads;
-  const std::size_t warp = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) / 32;
-  const std::size_t warps = std::size_t{gridDim.x} * kThreads / 32;
-  const std::size_t scales = layout.num_blocks * layout.scale_bytes;
-  if (warp == 0) {
-    for (std::size_t i = scales + lane; i < layout.codes_offset; i += 32) job.payload[i] = 0;
+// The first `count` codes from code[0] on, as they lie in memory.
+template <int bits, int count>
+__device__ std::uint32_t join_codes(const unsigned* code) {
+  static_assert(bits * count <= 32);
+  std::uint32_t joined = 0;
+#pragma unroll
+  for (int j = 0; j < count; ++j) joined |= code[j] << (bits * j);
+  return joined;
+}
+
+// Writes a thread's codes of a chunk to where they belong, a whole number of items. All threads of the warp call it.
+template <int bits, int width>
+__device__ void store_chunk(unsigned char* to, const unsigned* code) {
+  constexpr int kAll = bits * width;
+  if constexpr (kAll == 64) {
+    const std::uint64_t low = join_codes<bits, width / 2>(code), high = join_codes<bits, width / 2>(code + width / 2);
+    *reinterpret_cast<std::uint64_t*>(to) = high << 32 | low;
+  } else if constexpr (kAll == 32) {
+    *reinterpret_cast<std::uint32_t*>(to) = join_codes<bits, width>(code);
+  } else if constexpr (kAll == 16) {
+    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(join_codes<bits, width>(code));
+  } else {
+    static_assert(kAll == 4);
+    const std::uint32_t joined = join_codes<bits, width>(code), next = __shfl_down_sync(kAllLanes, joined, 1);
+    if (threadIdx.x % 2 == 0) *to = static_cast<unsigned char>(joined | next << 4);
   }
-  for (std::size_t first = warp * kPerWarp; first < layout.num_blocks; first += warps * kPerWarp) {
-    const std::size_t block = first + lane / threads;
-    const std::size_t begin = min(block * job.block_numel, job.numel), end = min(begin + job.block_numel, job.numel);
-    const auto encode = [&](const BlockScale& scale, const Four& input, std::size_t i, std::size_t stop) {
-      int code[4];
-      const Four left = encode_four<Format, stochastic>(job, scale, input, i, code);
-      store_codes<kCodeBits[static_cast<int>(Format::kFormat)]>(job.payload + layout.codes_offset, code, i, stop);
-      if constexpr (has_residual) store_four(job.residual, left, i, stop, is_aligned);
-    };
-    Reach<Format> reach;
-    if constexpr (held > 0) {
-      if (is_aligned && first + kPerWarp <= whole_blocks) {
-        Four input[held];
+}
+
+// Encodes the whole tiles; returns how many blocks that were.
+template <class Format, bool stochastic, bool has_residual, class Tile>
+__device__ std::size_t encode_tiles(const QuantizeJob& job, const PayloadLayout& layout) {
+  constexpr int kWidth = Tile::kWidth, kChunkCodes = Tile::kChunk * kBits<Format> / 8;
+  using Scale = std::conditional_t<Format::kIsMx, std::uint8_t, std::uint32_t>;
+  const std::size_t tiles = job.numel / Tile::kNumel;
+  const std::size_t first = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) / kWarp, step = std::size_t{gridDim.x} * (kThreads / kWarp);
+  const int lane = threadIdx.x % kWarp;
+  std::size_t at = first * Tile::kNumel + lane * kWidth;
+  unsigned char* codes = job.payload + layout.codes_offset + at * kBits<Format> / 8;
+  Scale* scales = reinterpret_cast<Scale*>(job.payload) + first * Tile::kBlocks + lane / Tile::kThreads;
+  for (std::size_t tile = first; tile < tiles; tile += step) {
+    Elements<kWidth> input[Tile::kHeld];
 #pragma unroll
-        for (int h = 0; h < held; ++h) input[h] = load_input<has_residual>(job, begin + 4 * (h * threads + thread), end, true);
+    for (int chunk = 0; chunk < Tile::kHeld; ++chunk) input[chunk] = load_whole<kWidth>(job.flat + at + chunk * Tile::kChunk);
+    if constexpr (has_residual) {
 #pragma unroll
-        for (int h = 0; h < held; ++h) reach.add(input[h]);
-        const BlockScale scale = reach.template scale<threads>(4 * threads * held);
-        if (thread == 0) store_scale<Format>(job.payload, block, scale.stored);
+      for (int chunk = 0; chunk < Tile::kHeld; ++chunk) {
+        const Elements<kWidth> residual = load_whole<kWidth>(job.residual + at + chunk * Tile::kChunk);
 #pragma unroll
-        for (int h = 0; h < held; ++h) encode(scale, input[h], begin + 4 * (h * threads + thread), end);
-        continue;
+        for (int j = 0; j < kWidth; ++j) input[chunk].x[j] = input[chunk].x[j] + residual.x[j];
       }
     }
-    for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) reach.add(load_input<has_residual>(job, i, end, is_aligned));
-    const BlockScale scale = reach.template scale<threads>(end - begin);
+#pragma unroll
+    for (int begin = 0; begin < Tile::kHeld; begin += Tile::kDeep) {
+      Reach<Format, kWidth> reach;
+#pragma unroll
+      for (int chunk = begin; chunk < begin + Tile::kDeep; ++chunk) reach.add(input[chunk]);
+      const BlockScale scale = reach.scale(Tile::kThreads, Tile::kBlockNumel);
+      if (lane % Tile::kThreads == 0) scales[begin / Tile::kDeep * (kWarp / Tile::kThreads)] = static_cast<Scale>(scale.stored);
+#pragma unroll
+      for (int chunk = begin; chunk < begin + Tile::kDeep; ++chunk) {
+        unsigned code[kWidth];
+        const std::size_t place = at + chunk * Tile::kChunk;
+        const Elements<kWidth> left = encode<Format, stochastic>(scale, input[chunk], job.seed, job.offset + place, code);
+        store_chunk<kBits<Format>, kWidth>(codes + chunk * kChunkCodes, code);
+        if constexpr (has_residual) store_whole(job.residual + place, left);
+      }
+    }
+    at += step * Tile::kNumel, codes += step * Tile::kHeld * kChunkCodes, scales += step * Tile::kBlocks;
+  }
+  return tiles * Tile::kBlocks;
+}
+
+// Writes the codes of elements [i, i + 4), but for those from `end` on, to where they belong. All threads of the warp call it.
+template <int bits>
+__device__ void store_codes(unsigned char* codes, const unsigned* code, std::size_t i, std::size_t end) {
+  const std::uint32_t joined = join_codes<bits, 4>(code);
+  if constexpr (bits == 8) {
+    for (int j = 0; j < 4 && i + j < end; ++j) codes[i + j] = static_cast<unsigned char>(joined >> 8 * j);
+  } else if constexpr (bits == 4) {
+    if (i < end) codes[i / 2] = static_cast<unsigned char>(joined);
+    if (i + 2 < end) codes[i / 2 + 1] = static_cast<unsigned char>(joined >> 8);
+  } else if constexpr (bits == 2) {
+    if (i < end) codes[i / 4] = static_cast<unsigned char>(joined);
+  } else {
+    const std::uint32_t next = __shfl_down_sync(kAllLanes, joined, 1);
+    if (i < end && i % 8 == 0) codes[i / 8] = static_cast<unsigned char>(joined | next << 4);
+  }
+}
+
+template <class Format>
+__device__ void store_scale(unsigned char* payload, std::size_t block, std::uint32_t stored) {
+  if constexpr (Format::kIsMx) {
+    payload[block] = static_cast<unsigned char>(stored);
+  } else {
+    for (int k = 0; k < 4; ++k) payload[4 * block + k] = static_cast<unsigned char>(stored >> 8 * k);
+  }
+}
+
+// Encodes the blocks from `done` on, of any length: a warp takes one, or several short ones. Its threads stay together to the end, for
+// the shuffles.
+template <class Format, bool stochastic, bool has_residual>
+__device__ void encode_rest(const QuantizeJob& job, const PayloadLayout& layout, std::size_t done) {
+  const int threads = job.block_numel == 32 ? 8 : job.block_numel == 64 ? 16 : kWarp, per_warp = kWarp / threads;
+  const bool is_aligned = (reinterpret_cast<std::uintptr_t>(job.flat) | reinterpret_cast<std::uintptr_t>(job.residual)) % 16 == 0;
+  const int lane = threadIdx.x % kWarp, thread = lane % threads;
+  const std::size_t warp = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) / kWarp;
+  const std::size_t step = std::size_t{gridDim.x} * (kThreads / kWarp) * per_warp;
+  for (std::size_t first = done + warp * per_warp; first < layout.num_blocks; first += step) {
+    const std::size_t block = first + lane / threads;
+    const std::size_t begin = min(block * job.block_numel, job.numel), end = min(begin + job.block_numel, job.numel);
+    const auto load_input = [&](std::size_t i) {
+      Elements<4> input = load_four(job.flat, i, end, is_aligned);
+      if constexpr (has_residual) {
+        const Elements<4> residual = load_four(job.residual, i, end, is_aligned);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) input.x[j] = input.x[j] + residual.x[j];
+      }
+      return input;
+    };
+    Reach<Format, 4> reach;
+    for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) reach.add(load_input(i));
+    const BlockScale scale = reach.scale(threads, end - begin);
     if (thread == 0 && begin < end) store_scale<Format>(job.payload, block, scale.stored);
     for (std::size_t at = 0; at < job.block_numel; at += 4 * threads) {
       const std::size_t i = begin + at + 4 * thread;
-      const std::size_t stop = min(end, begin + at + 4 * threads);
-      encode(scale, load_input<has_residual>(job, i, stop, is_aligned), i, stop);
+      unsigned code[4];
+      const Elements<4> left = encode<Format, stochastic>(scale, load_input(i), job.seed, job.offset + i, code);
+      store_codes<kBits<Format>>(job.payload + layout.codes_offset, code, i, end);
+      if constexpr (has_residual) store_four(job.residual, left, i, end, is_aligned);
     }
   }
 }
 
-// Four codes of `bits`, from where those of element i are.
-template <int bits>
-__device__ unsigned load_codes(const unsigned char* codes, std::size_t i, std::size_t end) {
-  if constexpr (bits == 8) {
-    if (i + 4 <= end && reinterpret_cast<std::uintptr_t>(codes) % 4 == 0) {
-      return *reinterpret_cast<const unsigned*>(codes + i);
-    }
-    unsigned packed = 0;
-    for (int j = 0; j < 4 && i + j < end; ++j) packed |= static_cast<unsigned>(codes[i + j]) << 8 * j;
-    return packed;
-  } else if constexpr (bits == 4) {
-    return codes[i / 2] | (i + 2 < end ? static_cast<unsigned>(codes[i / 2 + 1]) << 8 : 0u);
-  } else if constexpr (bits == 2) {
-    return codes[i / 4];
-  } else {
-    return static_cast<unsigned>(codes[i / 8]) >> i % 8;
-  }
-}
-
-__device__ unsigned load_scale(const unsigned char* payload, std::size_t block) {
-  if (reinterpret_cast<std::uintptr_t>(payload) % 4 == 0) return reinterpret_cast<const unsigned*>(payload)[block];
-  unsigned stored = 0;
-  for (int k = 0; k < 4; ++k) stored |= static_cast<unsigned>(payload[4 * block + k]) << 8 * k;
-  return stored;
-}
-
-template <class Format, bool is_added>
+template <class Format, bool stochastic, bool has_residual, class Tile>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_kernel(const __grid_constant__ DequantizeJob job, const __grid_constant__ PayloadLayout layout) {
-  constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)];
-  const bool is_aligned = reinterpret_cast<std::uintptr_t>(job.flat) % 16 == 0;
-  const std::size_t stride = std::size_t{gridDim.x} * kThreads * 4;
-  for (std::size_t i = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) * 4; i < job.numel; i += stride) {
-    const std::size_t block = i / job.block_numel;
-    float scale;
-    if constexpr (Format::kIsMx) {
-      scale = mx_scale(job.payload[block]);
-    } else {
-      scale = __uint_as_float(load_scale(job.payload, block));
-    }
-    scale = scale * job.factor;
-    const unsigned packed = load_codes<bits>(job.payload + layout.codes_offset, i, job.numel);
-    Four values = {};
-    if constexpr (is_added) values = load_four(job.flat, i, job.numel, is_aligned);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const unsigned code = packed >> (bits * j) & ((1u << bits) - 1);
-      float value;
-      if constexpr (Format::kFormat == PayloadFormat::kSign) {
-        value = __uint_as_float(__float_as_uint(scale) ^ code << 31);
-      } else {
-        value = Format::Code::template decode<Scalar>(static_cast<int>(code)) * scale;
-      }
-      if constexpr (is_added) value = values.x[j] + value;
-      values.x[j] = Native<float>::encode<Scalar>(value);
-    }
-    store_four(job.flat, values, i, job.numel, is_aligned);
+    quantize_kernel(const __grid_constant__ QuantizeJob job, const __grid_constant__ PayloadLayout layout) {
+  if (blockIdx.x == 0) {
+    for (std::size_t i = layout.num_blocks * layout.scale_bytes + threadIdx.x; i < layout.codes_offset; i += kThreads) job.payload[i] = 0;
   }
-}
-
-template <class Job>
-cudaError_t launch(void (*kernel)(Job, PayloadLayout), const Job& job, std::size_t threads, void* stream) {
-  unsigned blocks = 0;
-  const cudaError_t error = count_blocks(threads, kBlocksPerMultiprocessor, &blocks);
-  if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, blocks, kThreads, stream, job, PayloadLayout(job.format, job.numel, job.block_numel));
+  std::size_t done = 0;
+  if constexpr (Tile::kNumel > 0) done = encode_tiles<Format, stochastic, has_residual, Tile>(job, layout);
+  encode_rest<Format, stochastic, has_residual>(job, layout, done);
 }
 
 template <class Format, bool stochastic, bool has_residual>
 cudaError_t launch_quantize(const QuantizeJob& job, void* stream) {
-  const std::size_t blocks = PayloadLayout(job.format, job.numel, job.block_numel).num_blocks;
-  const auto launch_with = [&](auto kernel, int threads) { return launch<QuantizeJob>(kernel, job, threads * blocks, stream); };
-  if constexpr (Format::kIsMx) {  // 32 by definition
-    return launch_with(quantize_kernel<Format, stochastic, has_residual, 8, 1>, 8);
-  } else {
-    if constexpr (Format::kFormat != PayloadFormat::kSign) {
-      if (job.block_numel == 32) return launch_with(quantize_kernel<Format, stochastic, has_residual, 8, 1>, 8);
+  const PayloadLayout layout(job.format, job.numel, job.block_numel);
+  const auto launch_with = [&](auto tile, std::size_t threads) {
+    unsigned blocks = 0;
+    if (const cudaError_t error = count_blocks(threads, kBlocksPerMultiprocessor, &blocks); error != cudaSuccess) return error;
+    const auto kernel = &quantize_kernel<Format, stochastic, has_residual, decltype(tile)>;
+    return launch_kernel(kernel, blocks, kThreads, stream, job, layout);
+  };
+  const auto launch_tiles = [&](auto tile) { return launch_with(tile, job.numel / (tile.kWidth * tile.kHeld) + kWarp); };
+  if (is_aligned16(job.flat) && is_aligned16(job.residual) && is_aligned16(job.payload)) {
+    if constexpr (!kIsSign<Format>) {
+      if (job.block_numel == 32) return launch_tiles(Tile<4, 8, 1, 2>{});
     }
-    constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)], held = bits == 8 ? 2 : bits == 4 ? 1 : 8;  // the formats' own lengths
-    if (job.block_numel == 128 * held) return launch_with(quantize_kernel<Format, stochastic, has_residual, 32, held>, 32);
-    return launch_with(quantize_kernel<Format, stochastic, has_residual, 32, 0>, 32);
+    if constexpr (!Format::kIsMx) {  // the formats' own lengths
+      using Own = std::conditional_t<kBits<Format> == 8, Tile<32, 8, 1, 2>,
+                                     std::conditional_t<kBits<Format> == 4, Tile<16, 8, 1, 2>,
+                                                        std::conditional_t<kBits<Format> == 2, Tile<32, 8, 4, 4>, Tile<32, 4, 8, 8>>>>;
+      if (job.block_numel == Own::kBlockNumel) return launch_tiles(Own{});
+    }
   }
+  return launch_with(NoTile{}, layout.num_blocks * std::min<std::size_t>(kWarp, job.block_numel / 4));
 }
 
 template <class Format>
 cudaError_t launch_rounded(const QuantizeJob& job, void* stream) {
   const bool has_residual = job.residual != nullptr;
-  if constexpr (Format::kFormat != PayloadFormat::kSign) {
+  if constexpr (!kIsSign<Format>) {
     if (job.is_stochastic) {
       return has_residual ? launch_quantize<Format, true, true>(job, stream)
                           : launch_quantize<Format, true, false>(job, stream);
@@ -308,16 +302,6 @@ cudaError_t launch_rounded(const QuantizeJob& job, void* stream) {
 int quantize_cuda(const QuantizeJob& job, void* stream) {
   if (job.numel == 0) return cudaSuccess;
   return visit_format(job.format, [&](auto format) { return launch_rounded<decltype(format)>(job, stream); });
-}
-
-int dequantize_cuda(const DequantizeJob& job, void* stream) {
-  if (job.numel == 0) return cudaSuccess;
-  return visit_format(job.format, [&](auto format) {
-    using Format = decltype(format);
-    const std::size_t threads = (job.numel + 3) / 4;
-    return job.is_added ? launch<DequantizeJob>(dequantize_kernel<Format, true>, job, threads, stream)
-                        : launch<DequantizeJob>(dequantize_kernel<Format, false>, job, threads, stream);
-  });
 }
 
 }  // namespace pycomm

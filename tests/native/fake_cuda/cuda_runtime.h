@@ -183,12 +183,13 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask, int width = 32) {
   return fake_cuda::exchange(value, fake_cuda::lane() ^ mask, fake_cuda::lane(), width);
 }
-inline int __any_sync(unsigned, bool holds) {
+inline unsigned __ballot_sync(unsigned, bool holds) {
   const auto shown_by = fake_cuda::show<unsigned>(holds);
-  unsigned any = 0;
-  for (int lane = 0; lane < fake_cuda::kWarp; ++lane) any |= shown_by(lane);
-  return static_cast<int>(any);
+  unsigned ballot = 0;
+  for (int lane = 0; lane < fake_cuda::kWarp; ++lane) ballot |= shown_by(lane) << lane;
+  return ballot;
 }
+inline int __any_sync(unsigned mask, bool holds) { return __ballot_sync(mask, holds) != 0; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <class T>
 T __ldcg(const T* from) {
