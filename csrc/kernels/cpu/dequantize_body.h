@@ -76,7 +76,7 @@ PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::s
 #endif
 
 template <class Code, Put put>
-void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
+PYCOMM_HD void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
   std::size_t done = 0;
 #if PYCOMM_VECTOR_BYTES >= 32
   if constexpr (kIsFloat8<Code>) done = decode_float8<Code, put>(to, codes, count, scale);
@@ -108,43 +108,82 @@ void decode_signs(float* to, const std::uint8_t* packed, std::size_t count, floa
 }
 
 template <class Format, Put put>
-void dequantize_blocks(const DequantizeJob job) {  // a copy: no store can change it
-  constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)];
+struct Dequantizer {
+  static constexpr int kBits = kCodeBits[static_cast<int>(Format::kFormat)];
+  const DequantizeJob job;  // a copy: no store can change it
   const PayloadLayout layout{job.format, job.numel, job.block_numel};
   alignas(64) std::uint8_t spread[kChunk + 8];
-  for (std::size_t block = job.first_block; block < job.last_block; ++block) {
-    float scale;
-    if constexpr (Format::kIsMx) {
-      scale = mx_scale(job.payload[block]);
+
+  explicit Dequantizer(const DequantizeJob& job) : job(job) {}
+
+  float scale_of(std::size_t block) const {
+    if constexpr (Format::kIsMx) return mx_scale(job.payload[block]) * job.factor;
+    return load_at<float>(job.payload, 4 * block) * job.factor;
+  }
+
+  // Elements [begin, begin + count) of one block, whose codes are at `codes`, a byte each; or those of signs, a bit each.
+  template <class Count>
+  PYCOMM_HD void decode(const std::uint8_t* codes, std::size_t begin, Count count, float scale) const {
+    if constexpr (kBits == 1) {
+      decode_signs<put>(job.flat + begin, codes, count, scale);
     } else {
-      scale = load_at<float>(job.payload, 4 * block);
+      decode_elements<typename Format::Code, put>(job.flat + begin, codes, count, scale);
     }
-    scale *= job.factor;
-    const std::size_t end = std::min(job.numel, (block + 1) * job.block_numel);
-    for (std::size_t begin = block * job.block_numel; begin < end; begin += kChunk) {
+  }
+
+  // The codes of `count` elements from `begin` on, for decode().
+  const std::uint8_t* codes_of(std::size_t begin, std::size_t count) {
+    const unsigned char* const from = job.payload + layout.codes_offset + layout.code_bytes(begin);
+    if constexpr (kBits == 1 || kBits == 8) return from;
+    if constexpr (kBits != 1 && kBits != 8) spread_codes<kBits>(spread, from, count);
+    return spread;
+  }
+
+  // A block that is longer than a chunk.
+  void run_long(std::size_t block, std::size_t begin, std::size_t end) {
+    const float scale = scale_of(block);
+    for (; begin < end; begin += kChunk) {
       const std::size_t count = std::min(kChunk, end - begin);
-      const unsigned char* const from = job.payload + layout.codes_offset + layout.code_bytes(begin);
-      float* const to = job.flat + begin;
-      if constexpr (bits == 1) {
-        decode_signs<put>(to, from, count, scale);
-      } else if constexpr (bits == 8) {
-        decode_elements<typename Format::Code, put>(to, from, count, scale);
-      } else {
-        spread_codes<bits>(spread, from, count);
-        decode_elements<typename Format::Code, put>(to, spread, count, scale);
+      decode(codes_of(begin, count), begin, count, scale);
+    }
+  }
+
+  void run() {
+    const std::size_t per_chunk = std::max<std::size_t>(1, kChunk / job.block_numel);
+    for (std::size_t block = job.first_block; block < job.last_block; block += per_chunk) {
+      const std::size_t begin = block * job.block_numel;
+      const std::size_t last = std::min(job.last_block, block + per_chunk);
+      const std::size_t end = std::min(job.numel, last * job.block_numel);
+      if (job.block_numel > kChunk) {
+        run_long(block, begin, end);
+        continue;
+      }
+      const std::uint8_t* codes = codes_of(begin, end - begin);
+      for (std::size_t b = block, at = begin; b < last; ++b, at += job.block_numel) {
+        const std::size_t count = std::min(job.block_numel, end - at);
+        const float scale = scale_of(b);
+        if constexpr (Format::kIsMx) {  // as Quantizer::run does
+          if (count == 32) {
+            decode(codes, at, std::integral_constant<std::size_t, 32>(), scale);
+            codes += 32;
+            continue;
+          }
+        }
+        decode(codes, at, count, scale);
+        codes += kBits == 1 ? count / 8 : count;
       }
     }
   }
-}
+};
 
 template <class Format>
 void run_dequantize(const DequantizeJob& job) {
   // A vector is streamed to an address that is a multiple of its size; blocks are of 32 elements and so keep that.
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(job.flat) % PYCOMM_VECTOR_BYTES == 0;
-  if (job.is_added && !Format::kIsMx && 4 * job.numel >= kLongBytes) return dequantize_blocks<Format, Put::kAddedToLong>(job);
-  if (job.is_added) return dequantize_blocks<Format, Put::kAdded>(job);
-  if (job.is_streamed && is_aligned) return dequantize_blocks<Format, Put::kStreamed>(job);
-  dequantize_blocks<Format, Put::kStored>(job);
+  if (job.is_added && 4 * job.numel >= kLongBytes) return Dequantizer<Format, Put::kAddedToLong>(job).run();
+  if (job.is_added) return Dequantizer<Format, Put::kAdded>(job).run();
+  if (job.is_streamed && is_aligned) return Dequantizer<Format, Put::kStreamed>(job).run();
+  Dequantizer<Format, Put::kStored>(job).run();
 }
 
 }  // namespace pycomm::PYCOMM_ISA

@@ -95,6 +95,62 @@ struct Wide {
   }
 };
 
+// The largest of the lanes.
+template <class I>
+PYCOMM_HD std::int32_t largest_lane(I values) {
+#if PYCOMM_VECTOR_BYTES == 64
+  __m256i half[2];
+  std::memcpy(half, &values, sizeof(values));
+  const __m256i halves = _mm256_max_epi32(half[0], half[1]);
+#elif PYCOMM_VECTOR_BYTES == 32
+  const __m256i halves = bit_cast<__m256i>(values);
+#endif
+#if PYCOMM_VECTOR_BYTES >= 32
+  __m128i most = _mm_max_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  most = _mm_max_epi32(most, _mm_unpackhi_epi64(most, most));
+  return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 1)));
+#else
+  std::int32_t lanes[sizeof(I) / 4], most = 0;
+  std::memcpy(lanes, &values, sizeof(lanes));
+  for (const std::int32_t lane : lanes) most = most > lane ? most : lane;
+  return most;
+#endif
+}
+
+// The products of the low halves of lanes of 64 bits with `factor`.
+template <class Words>
+PYCOMM_HD Words multiply_low(Words a, std::uint32_t factor) {
+#if PYCOMM_VECTOR_BYTES == 64
+  return bit_cast<Words>(_mm512_maskz_mul_epu32(0xFF, bit_cast<__m512i>(a), _mm512_set1_epi64(factor)));
+#elif PYCOMM_VECTOR_BYTES == 32
+  return bit_cast<Words>(_mm256_mul_epu32(bit_cast<__m256i>(a), _mm256_set1_epi64x(factor)));
+#else
+  return (a & 0xFFFFFFFFu) * std::uint64_t{factor};
+#endif
+}
+
+// Writes the pairs (a, b) of the even lanes of 64 bits, then those of the odd lanes.
+template <class Words>
+PYCOMM_HD void store_pairs(char* to, Words a, Words b) {
+  constexpr int kLanes = sizeof(Words) / 8;
+  std::uint64_t pairs[2 * kLanes];
+#if PYCOMM_VECTOR_BYTES == 64
+  const __m512i even = _mm512_maskz_unpacklo_epi64(0xFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b));
+  const __m512i odd = _mm512_maskz_unpackhi_epi64(0xFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b));
+  std::memcpy(pairs, &even, sizeof(even)), std::memcpy(pairs + kLanes, &odd, sizeof(odd));
+#elif PYCOMM_VECTOR_BYTES == 32
+  const __m256i even = _mm256_unpacklo_epi64(bit_cast<__m256i>(a), bit_cast<__m256i>(b));
+  const __m256i odd = _mm256_unpackhi_epi64(bit_cast<__m256i>(a), bit_cast<__m256i>(b));
+  std::memcpy(pairs, &even, sizeof(even)), std::memcpy(pairs + kLanes, &odd, sizeof(odd));
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    std::uint64_t* const pair = pairs + (i % 2 * kLanes / 2 + i / 2) * 2;
+    pair[0] = a[i], pair[1] = b[i];
+  }
+#endif
+  std::memcpy(to, pairs, sizeof(pairs));
+}
+
 // -- memory: any alignment -------------------------------------------------------------------------------------------
 
 template <class V>

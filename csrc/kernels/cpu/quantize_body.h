@@ -70,10 +70,11 @@ PYCOMM_HD int find_amax(const float* flat, float* residual, std::size_t count) {
       most[k] = Floats::larger(most[k], bits);
     }
   }
+  for (; i + kLanesOfFloat <= count; i += kLanesOfFloat) {  // the blocks of MX are shorter than a step
+    most[0] = Floats::larger(most[0], read_bits<Floats, has_residual>(flat, residual, i) & 0x7FFFFFFF);
+  }
   for (int k = 1; k < 4; ++k) most[0] = Floats::larger(most[0], most[k]);
-  int lanes[kLanesOfFloat], amax = 0;
-  std::memcpy(lanes, &most[0], sizeof(lanes));
-  for (const int lane : lanes) amax = std::max(amax, lane);
+  int amax = largest_lane(most[0]);
   for (; i < count; ++i) amax = std::max(amax, read_bits<Scalar, has_residual>(flat, residual, i) & 0x7FFFFFFF);
   return amax;
 }
@@ -108,41 +109,52 @@ float sum_magnitudes(const float* flat, float* residual, std::size_t count) {
 
 // 16 random bits for each of the elements [first, first + count), count <= kChunk. `room` holds the answer.
 struct Random {
-  alignas(64) std::uint16_t room[kChunk + 2 * kPhiloxGroup];
+  static constexpr int kWords = PYCOMM_VECTOR_BYTES / 8, kAtOnce = 4;  // groups of a register; registers, each round waits for the one before
+  static constexpr std::size_t kGroups = kAtOnce * kWords;
+  alignas(64) std::uint16_t room[kChunk + (1 + kGroups) * kPhiloxGroup];
 };
 inline const std::uint16_t* fill_random(Random& random, std::uint64_t seed, std::uint64_t first, std::size_t count) {
-  constexpr std::size_t kGroups = 32;
+  using Words = VectorOf<std::uint64_t, Random::kWords>::type;
   const std::uint64_t group = first / kPhiloxGroup;
   const std::size_t skipped = first % kPhiloxGroup, groups = (skipped + count + kPhiloxGroup - 1) / kPhiloxGroup;
-  for (std::size_t g = 0; g < groups; g += kGroups) {
-    std::uint32_t word[4][kGroups];
-    for (std::size_t l = 0; l < kGroups; ++l) {
-      word[0][l] = static_cast<std::uint32_t>(group + g + l);
-      word[1][l] = static_cast<std::uint32_t>((group + g + l) >> 32);
-      word[2][l] = word[3][l] = 0;
+  std::uint64_t each[Random::kWords];  // the even lanes have the first groups, the odd ones those behind: as store_pairs() wants it
+  for (int lane = 0; lane < Random::kWords; ++lane) each[lane] = group + lane / 2 + (lane % 2 != 0 ? Random::kWords / 2 : 0);
+  for (std::size_t g = 0; g < groups; g += Random::kGroups) {
+    Words word[Random::kAtOnce][4];
+    for (int k = 0; k < Random::kAtOnce; ++k) {
+      std::memcpy(&word[k][0], each, sizeof(Words));
+      word[k][0] += g + k * Random::kWords;
+      word[k][1] = word[k][0] >> 32;
+      word[k][2] = word[k][3] = Words{};
     }
     std::uint32_t key0 = static_cast<std::uint32_t>(seed), key1 = static_cast<std::uint32_t>(seed >> 32);
     for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
-#pragma GCC ivdep
-      for (std::size_t l = 0; l < kGroups; ++l) {
-        std::uint32_t one[4] = {word[0][l], word[1][l], word[2][l], word[3][l]};
-        philox_round(one, key0, key1);
-        word[0][l] = one[0], word[1][l] = one[1], word[2][l] = one[2], word[3][l] = one[3];
+#pragma GCC unroll 4
+      for (int k = 0; k < Random::kAtOnce; ++k) {
+        philox_round(word[k], key0, key1, [](auto a, std::uint32_t b) PYCOMM_INLINE { return multiply_low(a, b); });
       }
     }
-    for (std::size_t l = 0; l < kGroups && g + l < groups; ++l) {
-      const std::uint32_t one[4] = {word[0][l], word[1][l], word[2][l], word[3][l]};
-      std::memcpy(random.room + (g + l) * kPhiloxGroup, one, sizeof(one));
+#pragma GCC unroll 4
+    for (int k = 0; k < Random::kAtOnce; ++k) {
+      const Words low = (word[k][0] & 0xFFFFFFFFu) | word[k][1] << 32, high = (word[k][2] & 0xFFFFFFFFu) | word[k][3] << 32;
+      store_pairs(reinterpret_cast<char*>(random.room + (g + k * Random::kWords) * kPhiloxGroup), low, high);
     }
   }
   return random.room + skipped;
 }
 
 // While a chunk is encoded, nothing else would be read from memory: so each step asks for its lines in the next chunk.
-template <std::size_t numel, bool is_written>
-PYCOMM_HD void fetch_next_chunk(const ReadAhead& ahead, const float* from) {
-  ahead.fetch<4 * numel, 4 * kChunk, is_written>(from);
-}
+template <bool has_residual>
+struct NextChunk {
+  const ReadAhead& ahead;
+  const float *flat, *residual;
+
+  template <std::size_t numel>
+  PYCOMM_HD void fetch(std::size_t i) const {
+    ahead.fetch<4 * numel, 4 * kChunk>(flat + i);
+    if constexpr (has_residual) ahead.fetch<4 * numel, 4 * kChunk, true>(residual + i);
+  }
+};
 
 // Codes of 8 bits whose highest is the sign; `codes` lack it, and `bits` have it as their own highest.
 template <class I>
@@ -172,12 +184,12 @@ PYCOMM_HD __m256i narrow(SignedCodes<I> a, SignedCodes<I> b, SignedCodes<I> c, S
 #endif
 
 // Writes the codes of `count` elements, a byte each: the low ones of what encode(W, index) returns, int32 or SignedCodes.
-template <bool is_written, class Encode>
-PYCOMM_HD void write_codes(const ReadAhead& ahead, std::uint8_t* codes, const float* input, std::size_t count, Encode encode) {
+template <class Next, class Encode>
+PYCOMM_HD void write_codes(const Next& next, std::uint8_t* codes, std::size_t count, Encode encode) {
   std::size_t begin = 0;
 #if PYCOMM_VECTOR_BYTES == 32
   for (; begin + 32 <= count; begin += 32) {
-    fetch_next_chunk<32, is_written>(ahead, input + begin);
+    next.template fetch<32>(begin);
     const auto a = encode(Floats{}, begin), b = encode(Floats{}, begin + 8);
     const auto c = encode(Floats{}, begin + 16), d = encode(Floats{}, begin + 24);
     store_at(codes, begin, narrow(a, b, c, d));
@@ -185,7 +197,7 @@ PYCOMM_HD void write_codes(const ReadAhead& ahead, std::uint8_t* codes, const fl
 #endif
   for_lanes(count - begin, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    if constexpr (W::kLanes > 1) fetch_next_chunk<W::kLanes, is_written>(ahead, input + begin + i);
+    if constexpr (W::kLanes > 1) next.template fetch<W::kLanes>(begin + i);
     store_codes<W>(codes, begin + i, joined(encode(lanes, begin + i)));
   });
 }
@@ -193,9 +205,9 @@ PYCOMM_HD void write_codes(const ReadAhead& ahead, std::uint8_t* codes, const fl
 // Codes of `count` elements, a byte each. `left` gets the residual. Inlined, as blocks may be short: what it needs in
 // registers is then there for all of them.
 template <class Code, bool stochastic, bool has_residual>
-PYCOMM_HD void encode_elements(const ReadAhead& ahead, std::uint8_t* codes, const float* input, float* left, std::size_t count,
-                               const BlockScale scale, [[maybe_unused]] const std::uint16_t* random) {
-  write_codes<has_residual>(ahead, codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+PYCOMM_HD void encode_elements(const NextChunk<has_residual>& next, std::uint8_t* codes, const float* input, float* left,
+                               std::size_t count, const BlockScale scale, [[maybe_unused]] const std::uint16_t* random) {
+  write_codes(next, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using I = typename W::template Of<std::int32_t>;
     const auto x = load_floats<W>(input, i);
@@ -214,8 +226,9 @@ PYCOMM_HD void encode_elements(const ReadAhead& ahead, std::uint8_t* codes, cons
 }
 
 template <bool has_residual>
-PYCOMM_HD void encode_signs(const ReadAhead& ahead, std::uint8_t* codes, const float* input, float* left, std::size_t count, float scale) {
-  write_codes<has_residual>(ahead, codes, input, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+PYCOMM_HD void encode_signs(const NextChunk<has_residual>& next, std::uint8_t* codes, const float* input, float* left,
+                            std::size_t count, float scale) {
+  write_codes(next, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using U = typename W::template Of<std::uint32_t>;
     const auto x = load_floats<W>(input, i);
@@ -260,7 +273,7 @@ template <class Format, bool stochastic, bool has_residual>
 struct Quantizer {
   const QuantizeJob job;  // a copy: no store can change it
   const PayloadLayout layout{job.format, job.numel, job.block_numel};
-  const ReadAhead ahead{!Format::kIsMx && 4 * job.numel >= kLongBytes};  // (MX is bound by its arithmetic)
+  const ReadAhead ahead{4 * job.numel >= kLongBytes};
   alignas(64) std::uint8_t codes[kChunk];
   alignas(64) std::uint8_t packed[kChunk];
   Random random;
@@ -268,7 +281,7 @@ struct Quantizer {
 
   explicit Quantizer(const QuantizeJob& job) : job(job) {}
 
-  BlockScale scale_of(std::size_t begin, std::size_t count) {
+  PYCOMM_HD BlockScale scale_of(std::size_t begin, std::size_t count) {
     float* const residual = has_residual ? job.residual + begin : nullptr;
     if constexpr (Format::kFormat == PayloadFormat::kSign) {
       return make_sign_scale(sum_magnitudes<has_residual>(job.flat + begin, residual, count), count);
@@ -294,15 +307,16 @@ struct Quantizer {
   PYCOMM_HD void encode(std::size_t at, std::size_t begin, std::size_t count, const BlockScale& scale) {
     float* const residual = has_residual ? job.residual + begin : nullptr;
     const float* const input = has_residual ? residual : job.flat + begin;
+    const NextChunk<has_residual> next{ahead, job.flat + begin, residual};
     if (!scale.is_finite) {
       std::memset(codes + at, 0, count);
       if constexpr (has_residual) std::memset(residual, 0, 4 * count);
       return;
     }
     if constexpr (Format::kFormat == PayloadFormat::kSign) {
-      encode_signs<has_residual>(ahead, codes + at, input, residual, count, scale.scale);
+      encode_signs<has_residual>(next, codes + at, input, residual, count, scale.scale);
     } else {
-      encode_elements<typename Format::Code, stochastic, has_residual>(ahead, codes + at, input, residual, count,
+      encode_elements<typename Format::Code, stochastic, has_residual>(next, codes + at, input, residual, count,
                                                                        scale, drawn + at);
     }
   }
@@ -315,6 +329,14 @@ struct Quantizer {
     std::memset(codes + count, 0, -count % 8);
     if constexpr (bits != 8) pack_codes<bits>(packed, codes, count);
     put_bytes(to, packed, layout.code_bytes(count), job.is_streamed);
+  }
+
+  // A block of `count` elements from `begin` on, to codes[at ...].
+  template <class Count>
+  PYCOMM_HD void run_short(std::size_t block, std::size_t at, std::size_t begin, Count count) {
+    const BlockScale scale = scale_of(begin, count);
+    write_scale(block, scale.stored);
+    encode(at, begin, count, scale);
   }
 
   // A block that is longer than a chunk.
@@ -342,9 +364,14 @@ struct Quantizer {
       draw(begin, end - begin);
       for (std::size_t b = block, at = begin; b < last; ++b, at += job.block_numel) {
         const std::size_t count = std::min(job.block_numel, end - at);
-        const BlockScale scale = scale_of(at, count);
-        write_scale(b, scale.stored);
-        encode(at - begin, at, count, scale);
+        // The blocks of MX are so short that to count in loops is half of the work: of these the compiler knows the length.
+        if constexpr (Format::kIsMx) {
+          if (count == 32) {
+            run_short(b, at - begin, at, std::integral_constant<std::size_t, 32>());
+            continue;
+          }
+        }
+        run_short(b, at - begin, at, count);
       }
       put(begin, end - begin);
     }
