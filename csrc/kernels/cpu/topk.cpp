@@ -16,6 +16,8 @@
 namespace pycomm {
 namespace {
 
+constexpr std::size_t kAhead = 64;  // so many scattered elements are asked for, whose places the hardware cannot foretell
+
 std::int32_t magnitude_at(const float* values, std::size_t i) {
   std::int32_t bits;
   std::memcpy(&bits, values + i, sizeof(bits));
@@ -55,7 +57,10 @@ void finish(const TopkJob& job, std::size_t written) {
     job.values[i] = 0.0f;
   }
   if (job.residual == nullptr) return;
-  for (std::size_t i = 0; i < written; ++i) job.residual[job.indices[i]] = 0.0f;
+  for (std::size_t i = 0; i < written; ++i) {
+    __builtin_prefetch(job.residual + job.indices[std::min(i + kAhead, written - 1)], 1);
+    job.residual[job.indices[i]] = 0.0f;
+  }
 }
 
 // Writes all of the `count` candidates, at most k.
@@ -199,7 +204,10 @@ void scatter_sum(float* flat, std::size_t begin, std::size_t end, SparsePart* pa
 }
 
 void scatter_add(float* flat, const std::int32_t* indices, const float* values, std::size_t count, float factor) {
-  for (std::size_t i = 0; i < count; ++i) flat[indices[i]] += values[i] * factor;
+  for (std::size_t i = 0; i < count; ++i) {
+    __builtin_prefetch(flat + indices[std::min(i + kAhead, count - 1)], 1);
+    flat[indices[i]] += values[i] * factor;
+  }
 }
 
 }  // namespace pycomm
