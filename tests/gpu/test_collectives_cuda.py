@@ -1,5 +1,5 @@
-"""Collectives and messages of CUDA tensors between two processes that share a GPU, over shared memory: what they give is
-what CPU tensors give, to the bit. Skips with its reason where there is no GPU."""
+"""Collectives and messages of CUDA tensors between two processes that share a GPU, over shared memory: what they give
+is what CPU tensors give, to the bit. Skips with its reason where there is no GPU."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def trained(rank: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def backend(rank: int, path: str) -> None:
-    import pycomm.torch_backend  # noqa: F401, PLC0415  the name, as from a source tree
+    import pycomm.torch_backend  # noqa: F401  the name, as from a source tree
 
     store = dist.FileStore(path, 2)
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=2)
