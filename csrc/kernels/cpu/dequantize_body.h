@@ -148,32 +148,18 @@ struct Dequantizer {
     }
   }
 
-  void run() {
-    const std::size_t per_chunk = std::max<std::size_t>(1, kChunk / job.block_numel);
-    for (std::size_t block = job.first_block; block < job.last_block; block += per_chunk) {
-      const std::size_t begin = block * job.block_numel;
-      const std::size_t last = std::min(job.last_block, block + per_chunk);
-      const std::size_t end = std::min(job.numel, last * job.block_numel);
-      if (job.block_numel > kChunk) {
-        run_long(block, begin, end);
-        continue;
-      }
-      const std::uint8_t* codes = codes_of(begin, end - begin);
-      for (std::size_t b = block, at = begin; b < last; ++b, at += job.block_numel) {
-        const std::size_t count = std::min(job.block_numel, end - at);
-        const float scale = scale_of(b);
-        if constexpr (Format::kIsMx) {  // as Quantizer::run does
-          if (count == 32) {
-            decode(codes, at, std::integral_constant<std::size_t, 32>(), scale);
-            codes += 32;
-            continue;
-          }
-        }
-        decode(codes, at, count, scale);
+  // The blocks [block, last) of a chunk, elements [begin, end).
+  void run_chunk(std::size_t block, std::size_t last, std::size_t begin, std::size_t end) {
+    const std::uint8_t* codes = codes_of(begin, end - begin);
+    for (std::size_t at = begin; block < last; ++block, at += job.block_numel) {
+      with_length<Format>(std::min(job.block_numel, end - at), [&](auto count) PYCOMM_INLINE {
+        decode(codes, at, count, scale_of(block));
         codes += kBits == 1 ? count / 8 : count;
-      }
+      });
     }
   }
+
+  void run() { run_chunks(job, *this); }
 };
 
 template <class Format>

@@ -16,7 +16,7 @@ PYCOMM_HD void for_lanes(std::size_t count, Body body) {
   std::size_t i = 0;
 #pragma GCC unroll 4
   for (; i + kLanesOfFloat <= count; i += kLanesOfFloat) body(Floats{}, i);
-  for (; i < count; ++i) body(Scalar{}, i);
+  for (std::size_t rest = count % kLanesOfFloat; rest > 0; --rest) body(Scalar{}, i++);
 }
 
 template <class V>
@@ -269,6 +269,31 @@ inline void put_bytes(unsigned char* to, const std::uint8_t* from, std::size_t b
   }
 }
 
+// Calls coder.run_chunk for as many whole blocks of the job's at a time as a chunk has room for, or coder.run_long for one.
+template <class Job, class Coder>
+void run_chunks(const Job& job, Coder& coder) {
+  const std::size_t per_chunk = std::max<std::size_t>(1, kChunk / job.block_numel);
+  for (std::size_t block = job.first_block; block < job.last_block; block += per_chunk) {
+    const std::size_t begin = block * job.block_numel;
+    const std::size_t last = std::min(job.last_block, block + per_chunk);
+    const std::size_t end = std::min(job.numel, last * job.block_numel);
+    if (job.block_numel > kChunk) {
+      coder.run_long(block, begin, end);
+    } else {
+      coder.run_chunk(block, last, begin, end);
+    }
+  }
+}
+
+// Calls body(count). The blocks of MX are so short that to count in loops is half of the work: of these the compiler knows the length.
+template <class Format, class Body>
+PYCOMM_HD void with_length(std::size_t count, Body body) {
+  if constexpr (Format::kIsMx) {
+    if (count == 32) return body(std::integral_constant<std::size_t, 32>());
+  }
+  body(count);
+}
+
 template <class Format, bool stochastic, bool has_residual>
 struct Quantizer {
   const QuantizeJob job;  // a copy: no store can change it
@@ -331,14 +356,6 @@ struct Quantizer {
     put_bytes(to, packed, layout.code_bytes(count), job.is_streamed);
   }
 
-  // A block of `count` elements from `begin` on, to codes[at ...].
-  template <class Count>
-  PYCOMM_HD void run_short(std::size_t block, std::size_t at, std::size_t begin, Count count) {
-    const BlockScale scale = scale_of(begin, count);
-    write_scale(block, scale.stored);
-    encode(at, begin, count, scale);
-  }
-
   // A block that is longer than a chunk.
   void run_long(std::size_t block, std::size_t begin, std::size_t end) {
     const BlockScale scale = scale_of(begin, end - begin);
@@ -351,30 +368,21 @@ struct Quantizer {
     }
   }
 
-  void run() {
-    const std::size_t per_chunk = std::max<std::size_t>(1, kChunk / job.block_numel);
-    for (std::size_t block = job.first_block; block < job.last_block; block += per_chunk) {
-      const std::size_t begin = block * job.block_numel;
-      const std::size_t last = std::min(job.last_block, block + per_chunk);
-      const std::size_t end = std::min(job.numel, last * job.block_numel);
-      if (job.block_numel > kChunk) {
-        run_long(block, begin, end);
-        continue;
-      }
-      draw(begin, end - begin);
-      for (std::size_t b = block, at = begin; b < last; ++b, at += job.block_numel) {
-        const std::size_t count = std::min(job.block_numel, end - at);
-        // The blocks of MX are so short that to count in loops is half of the work: of these the compiler knows the length.
-        if constexpr (Format::kIsMx) {
-          if (count == 32) {
-            run_short(b, at - begin, at, std::integral_constant<std::size_t, 32>());
-            continue;
-          }
-        }
-        run_short(b, at - begin, at, count);
-      }
-      put(begin, end - begin);
+  // The blocks [block, last) of a chunk, elements [begin, end).
+  void run_chunk(std::size_t block, std::size_t last, std::size_t begin, std::size_t end) {
+    draw(begin, end - begin);
+    for (std::size_t at = begin; block < last; ++block, at += job.block_numel) {
+      with_length<Format>(std::min(job.block_numel, end - at), [&](auto count) PYCOMM_INLINE {
+        const BlockScale scale = scale_of(at, count);
+        write_scale(block, scale.stored);
+        encode(at - begin, at, count, scale);
+      });
     }
+    put(begin, end - begin);
+  }
+
+  void run() {
+    run_chunks(job, *this);
     if (job.last_block == layout.num_blocks) {
       const std::size_t scales = layout.num_blocks * layout.scale_bytes;
       std::memset(job.payload + scales, 0, layout.codes_offset - scales);
