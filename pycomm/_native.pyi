@@ -57,6 +57,7 @@ def dequantize(
     block_numel: int,
     factor: float,
     is_added: bool,
+    is_part: bool,
     stream: int | None,
 ) -> None: ...
 def topk_workspace_bytes(numel: int, k: int) -> int: ...
@@ -92,6 +93,30 @@ def topk_cuda(
 def scatter_add_cuda(
     flat: int, numel: int, indices: int, values: int, count: int, factor: float, flag: int, stream: int
 ) -> None: ...
+
+class CodecCuts:
+    def __init__(self, tensor: type, parameter: type) -> None: ...
+    def quantize(
+        self,
+        payload: object,
+        flat: object,
+        residual: object,
+        format: int,
+        block_numel: object,
+        is_stochastic: bool,
+        seed: object,
+        offset: object,
+    ) -> bool: ...
+    def dequantize(
+        self,
+        flat: object,
+        payload: object,
+        format: int,
+        block_numel: object,
+        factor: float,
+        is_added: bool,
+        is_part: bool,
+    ) -> bool: ...
 
 class Packer:
     def __init__(self, tensor: type, parameter: type) -> None: ...

@@ -1,6 +1,5 @@
 // pycomm._native: quantize, dequantize and topk over addresses. pycomm/ops checks the tensors; here is checked what would
 // make the kernels read or write outside.
-#include "../kernels/quantize.h"
 #include "../kernels/topk.h"
 
 #include <pybind11/pybind11.h>
@@ -13,12 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "codec_jobs.h"
 #include "gil.h"
 #include "pool.h"
 
 #if defined(PYCOMM_WITH_CUDA)
-#include "../kernels/cuda/quantize.h"
-#include "../kernels/cuda/reduce.h"
 #include "../kernels/cuda/topk.h"
 #endif
 
@@ -29,61 +27,6 @@ namespace pycomm {
 ParallelFor parallel_for = nullptr;
 
 namespace {
-
-void check(int format, std::size_t numel, std::size_t block_numel, std::size_t payload_bytes) {
-  if (format < 0 || format >= kPayloadFormats) throw py::value_error("quantize: no format " + std::to_string(format));
-  const auto known = static_cast<PayloadFormat>(format);
-  if (block_numel == 0 || block_numel % 32 != 0 || (is_mx(known) && block_numel != 32)) {
-    throw py::value_error("quantize: a block cannot have " + std::to_string(block_numel) + " elements");
-  }
-  const PayloadLayout layout(known, numel, block_numel);
-  if (payload_bytes != layout.bytes) {
-    throw py::value_error("quantize: expected a payload of " + std::to_string(layout.bytes) + " bytes, got " +
-                          std::to_string(payload_bytes));
-  }
-}
-
-QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_bytes, std::uintptr_t flat, std::size_t numel,
-                         int format, std::size_t block_numel, bool is_stochastic, std::uint64_t seed,
-                         std::uint64_t offset, std::uintptr_t residual) {
-  check(format, numel, block_numel, payload_bytes);
-  QuantizeJob job{};
-  job.payload = reinterpret_cast<unsigned char*>(payload);
-  job.flat = reinterpret_cast<const float*>(flat);
-  job.residual = reinterpret_cast<float*>(residual);
-  job.seed = seed, job.offset = offset;
-  job.format = static_cast<PayloadFormat>(format);
-  job.is_stochastic = is_stochastic;
-  job.is_streamed = 4 * numel >= kStreamedBytes;
-  job.numel = numel, job.block_numel = block_numel;
-  return job;
-}
-
-DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes,
-                             int format, std::size_t block_numel, float factor, bool is_added, bool is_part) {
-  check(format, numel, block_numel, payload_bytes);
-  DequantizeJob job{};
-  job.flat = reinterpret_cast<float*>(flat);
-  job.payload = reinterpret_cast<const unsigned char*>(payload);
-  job.factor = factor;
-  job.format = static_cast<PayloadFormat>(format);
-  job.is_added = is_added;
-  job.is_streamed = is_part || 4 * numel >= kStreamedBytes;
-  job.numel = numel, job.block_numel = block_numel;
-  return job;
-}
-
-// Runs `kernel` on parts of the job's blocks, in the caller's threads.
-template <class Job>
-void run_on_cpu(void (*kernel)(const Job&), const Job& job) {
-  const WithoutGil released;
-  const std::size_t blocks = PayloadLayout(job.format, job.numel, job.block_numel).num_blocks;
-  run_in_pool(blocks, job.block_numel, [kernel, &job](std::size_t first, std::size_t last) {
-    Job part = job;
-    part.first_block = first, part.last_block = last;
-    kernel(part);
-  });
-}
 
 TopkJob topk_job(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
                  std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::int32_t guess,
@@ -102,15 +45,6 @@ TopkJob topk_job(std::uintptr_t indices, std::uintptr_t values, std::size_t k, s
 }
 
 #if defined(PYCOMM_WITH_CUDA)
-void check_cuda(const char* who, int error) {
-  if (error != 0) throw std::runtime_error(std::string(who) + ": CUDA says: " + cuda_error_string(error));
-}
-
-template <class Job>
-void run_on_cuda(int (*kernel)(const Job&, void*), const Job& job, std::uintptr_t stream) {
-  check_cuda("quantize_cuda", kernel(job, reinterpret_cast<void*>(stream)));
-}
-
 void topk_on_cuda(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
                   std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::uintptr_t report,
                   bool is_reusing, std::size_t accepted, std::uintptr_t stream) {
@@ -183,13 +117,10 @@ void bind_codecs(py::module_& m) {
       "quantize",
       [](std::uintptr_t payload, std::size_t payload_bytes, std::uintptr_t flat, std::size_t numel, int format,
          std::size_t block_numel, bool is_stochastic, std::uint64_t seed, std::uint64_t offset, std::uintptr_t residual,
-         [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+         std::optional<std::uintptr_t> stream) {
         const QuantizeJob job = quantize_job(payload, payload_bytes, flat, numel, format, block_numel, is_stochastic,
                                              seed, offset, residual);
-#if defined(PYCOMM_WITH_CUDA)
-        if (stream) return run_on_cuda(quantize_cuda, job, *stream);
-#endif
-        run_on_cpu(quantize, job);
+        run_quantize(job, stream);
       },
       py::arg("payload"), py::arg("payload_bytes"), py::arg("flat"), py::arg("numel"), py::arg("format"),
       py::arg("block_numel"), py::arg("is_stochastic"), py::arg("seed"), py::arg("offset"), py::arg("residual"),
@@ -199,13 +130,10 @@ void bind_codecs(py::module_& m) {
       "dequantize",
       [](std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes, int format,
          std::size_t block_numel, float factor, bool is_added, bool is_part,
-         [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+         std::optional<std::uintptr_t> stream) {
         const DequantizeJob job =
             dequantize_job(flat, numel, payload, payload_bytes, format, block_numel, factor, is_added, is_part);
-#if defined(PYCOMM_WITH_CUDA)
-        if (stream) return run_on_cuda(dequantize_cuda, job, *stream);
-#endif
-        run_on_cpu(dequantize, job);
+        run_dequantize(job, stream);
       },
       py::arg("flat"), py::arg("numel"), py::arg("payload"), py::arg("payload_bytes"), py::arg("format"),
       py::arg("block_numel"), py::arg("factor"), py::arg("is_added"), py::arg("is_part"), py::arg("stream"),

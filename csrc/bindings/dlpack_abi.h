@@ -40,7 +40,7 @@ struct ExchangeApi {
   void* managed_tensor_from_py_object;
   void* managed_tensor_to_py_object;
   int (*tensor_from_py_object)(void* py_object, Tensor* out);  // borrows; valid while the object is
-  void* current_work_stream;
+  int (*current_work_stream)(DeviceType type, std::int32_t id, void** stream);
 };
 
 // The table of a tensor type, or null if it has none that we understand. Never leaves a Python error set.

@@ -5,6 +5,7 @@ namespace py = pybind11;
 
 namespace pycomm {
 void bind_board(py::module_& m);
+void bind_codec_cuts(py::module_& m);
 void bind_codecs(py::module_& m);
 void bind_frames(py::module_& m);
 void bind_gloo_waits(py::module_& m);
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_native, m) {
 #endif
   pycomm::bind_kernels(m);
   pycomm::bind_codecs(m);
+  pycomm::bind_codec_cuts(m);
   pycomm::bind_pack(m);
   pycomm::bind_board(m);
   pycomm::bind_frames(m);

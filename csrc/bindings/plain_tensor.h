@@ -17,6 +17,9 @@ struct Flat {
   std::size_t numel;
   std::size_t rows;  // its first dimension; 0 if it has none
   DType dtype;
+  int ndim;
+  dlpack::DeviceType device_type;
+  std::int32_t device_id;
   std::size_t bytes() const { return numel * item_bytes(dtype); }
 };
 
@@ -58,15 +61,21 @@ class PlainTensors {
 
   bool can_read() const { return api_ != nullptr; }  // else this torch offers no DLPack C exchange
 
+  const dlpack::ExchangeApi* api() const { return api_; }
+
   // False, and no Python error set, if the short cut cannot take `object`.
-  bool read(PyObject* object, Flat& flat) const {
+  bool read(PyObject* object, Flat& flat) const { return read_anywhere(object, flat) && flat.device_type == dlpack::kCPU; }
+
+  // The same of a tensor on any device.
+  bool read_anywhere(PyObject* object, Flat& flat) const {
     if (Py_TYPE(object) != type(0) && Py_TYPE(object) != type(1)) return false;
     dlpack::Tensor tensor;
     if (api_->tensor_from_py_object(object, &tensor) != 0) {
       PyErr_Clear();  // sparse, meta, quantized, ...
       return false;
     }
-    if (tensor.device_type != dlpack::kCPU || !dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
+    flat.device_type = tensor.device_type, flat.device_id = tensor.device_id, flat.ndim = tensor.ndim;
+    if (!dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
     if (tensor.data == nullptr) return false;  // a wrapper without memory of its own, inside torch.func.functionalize
     flat.rows = tensor.ndim > 0 ? static_cast<std::size_t>(tensor.shape[0]) : 0;
     flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;

@@ -26,7 +26,8 @@ Every NaN that is written is the quiet, positive one. Flush-to-zero (torch.set_f
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +48,12 @@ __all__ = [
 ]
 
 Rounding = Literal["nearest", "stochastic"]
+_ROUNDINGS = ("nearest", "stochastic")
+
+
+@cache
+def _cuts() -> Any:
+    return kernels().CodecCuts(torch.Tensor, torch.nn.Parameter)
 
 
 def quantize_(
@@ -72,11 +79,17 @@ def quantize_(
         block_numel = known.block_numel if block_numel is None else block_numel
         torch.ops.pycomm.quantize_(payload, flat, format, block_numel, rounding, seed, offset, residual)
         return
+    plain = FORMATS.get(format)
+    if plain is not None and rounding in _ROUNDINGS:
+        length = plain.block_numel if block_numel is None else block_numel
+        is_stochastic = rounding == "stochastic"
+        if _cuts().quantize(payload, flat, residual, plain.code, length, is_stochastic, seed, offset):
+            return
     known, block_numel = _check(payload, flat, format, block_numel)
     check_devices("quantize", payload, residual=residual)
     if residual is not None:
         check_dense("quantize", "residual", residual, torch.float32, flat.numel())
-    if rounding not in ("nearest", "stochastic"):
+    if rounding not in _ROUNDINGS:
         raise ConfigError(f"quantize: unknown rounding {rounding!r}: expected 'nearest' or 'stochastic'")
     if rounding == "stochastic" and known.family == "sign":
         raise ConfigError("quantize: sign codes are not rounded: expected rounding='nearest', got 'stochastic'")
@@ -137,6 +150,11 @@ def _dequantize(
         block_numel = find_format(format).block_numel if block_numel is None else block_numel
         torch.ops.pycomm.dequantize_(flat, payload, format, block_numel, factor, is_added)
         return
+    plain = FORMATS.get(format)
+    if plain is not None:
+        length = plain.block_numel if block_numel is None else block_numel
+        if _cuts().dequantize(flat, payload, plain.code, length, factor, is_added, is_part):
+            return
     known, block_numel = _check(payload, flat, format, block_numel)
     with current_stream("dequantize", flat.device) as stream:
         kernels().dequantize(

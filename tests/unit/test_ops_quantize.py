@@ -65,6 +65,27 @@ def test_kernels_are_the_reference(format: str, rounding: Rounding, numel: int, 
             assert same_bits(flat, added), isa
 
 
+class OtherTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_no_short_cut_takes_has_the_same_bits(format: str) -> None:
+    x, before, factor = hard_floats(3001), hard_floats(3001, 1), 0.7
+    payload, kept = torch.empty(payload_bytes(format, 3001), dtype=torch.uint8), before.clone()
+    there, left = torch.empty_like(payload), before.clone()
+    quantize_(payload, x, format, residual=kept)
+    quantize_(there, x.as_subclass(OtherTensor), format, residual=left)
+    assert torch.equal(there, payload) and same_bits(left, kept)
+    flat, other = before.clone(), before.clone()
+    dequantize_add_(flat, payload, format)
+    dequantize_add_(other.as_subclass(OtherTensor), payload, format)
+    assert same_bits(other, flat)
+    dequantize_(flat, payload, format, factor=factor)
+    dequantize_(other.as_subclass(OtherTensor), payload, format, factor=factor)
+    assert same_bits(other, flat)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_bytes_decode_as_the_reference_does(format: str) -> None:
     numel = 3001

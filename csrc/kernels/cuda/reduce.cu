@@ -107,6 +107,11 @@ int reduce_cuda(void* output, const void* const* inputs, int num_inputs, std::si
   });
 }
 
+int cuda_current_device() {
+  int device = -1;
+  return cudaGetDevice(&device) == cudaSuccess ? device : -1;
+}
+
 const char* cuda_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 }  // namespace pycomm

@@ -15,6 +15,9 @@ inline constexpr int kMaxCudaInputs = 128;
 int reduce_cuda(void* output, const void* const* inputs, int num_inputs, std::size_t numel, DType dtype, ReduceOp op,
                 const double* factors, void* stream);
 
+// The current device, or -1.
+int cuda_current_device();
+
 // CUDA's words for what reduce_cuda returned.
 const char* cuda_error_string(int error);
 

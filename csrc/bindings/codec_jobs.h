@@ -1,0 +1,103 @@
+// The jobs of quantize and dequantize as Python asks for them: what would make a kernel read or write outside is checked, and each goes
+// to a stream, or to the caller's threads.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "../kernels/quantize.h"
+#include "gil.h"
+#include "pool.h"
+
+#if defined(PYCOMM_WITH_CUDA)
+#include "../kernels/cuda/quantize.h"
+#include "../kernels/cuda/reduce.h"
+#endif
+
+namespace pycomm {
+
+inline bool is_block(PayloadFormat format, std::size_t block_numel) {
+  return block_numel != 0 && block_numel % 32 == 0 && (!is_mx(format) || block_numel == 32);
+}
+
+inline void check(int format, std::size_t numel, std::size_t block_numel, std::size_t payload_bytes) {
+  if (format < 0 || format >= kPayloadFormats) throw pybind11::value_error("quantize: no format " + std::to_string(format));
+  const auto known = static_cast<PayloadFormat>(format);
+  if (!is_block(known, block_numel)) {
+    throw pybind11::value_error("quantize: a block cannot have " + std::to_string(block_numel) + " elements");
+  }
+  const PayloadLayout layout(known, numel, block_numel);
+  if (payload_bytes != layout.bytes) {
+    throw pybind11::value_error("quantize: expected a payload of " + std::to_string(layout.bytes) + " bytes, got " +
+                          std::to_string(payload_bytes));
+  }
+}
+
+inline QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_bytes, std::uintptr_t flat, std::size_t numel,
+                         int format, std::size_t block_numel, bool is_stochastic, std::uint64_t seed,
+                         std::uint64_t offset, std::uintptr_t residual) {
+  check(format, numel, block_numel, payload_bytes);
+  QuantizeJob job{};
+  job.payload = reinterpret_cast<unsigned char*>(payload);
+  job.flat = reinterpret_cast<const float*>(flat);
+  job.residual = reinterpret_cast<float*>(residual);
+  job.seed = seed, job.offset = offset;
+  job.format = static_cast<PayloadFormat>(format);
+  job.is_stochastic = is_stochastic;
+  job.is_streamed = 4 * numel >= kStreamedBytes;
+  job.numel = numel, job.block_numel = block_numel;
+  return job;
+}
+
+inline DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes,
+                             int format, std::size_t block_numel, float factor, bool is_added, bool is_part) {
+  check(format, numel, block_numel, payload_bytes);
+  DequantizeJob job{};
+  job.flat = reinterpret_cast<float*>(flat);
+  job.payload = reinterpret_cast<const unsigned char*>(payload);
+  job.factor = factor;
+  job.format = static_cast<PayloadFormat>(format);
+  job.is_added = is_added;
+  job.is_streamed = is_part || 4 * numel >= kStreamedBytes;
+  job.numel = numel, job.block_numel = block_numel;
+  return job;
+}
+
+// Runs `kernel` on parts of the job's blocks, in the caller's threads.
+template <class Job>
+void run_on_cpu(void (*kernel)(const Job&), const Job& job) {
+  const WithoutGil released;
+  const std::size_t blocks = PayloadLayout(job.format, job.numel, job.block_numel).num_blocks;
+  run_in_pool(blocks, job.block_numel, [kernel, &job](std::size_t first, std::size_t last) {
+    Job part = job;
+    part.first_block = first, part.last_block = last;
+    kernel(part);
+  });
+}
+
+#if defined(PYCOMM_WITH_CUDA)
+inline void check_cuda(const char* who, int error) {
+  if (error != 0) throw std::runtime_error(std::string(who) + ": CUDA says: " + cuda_error_string(error));
+}
+#endif
+
+// On a stream, if one is given.
+inline void run_quantize(const QuantizeJob& job, [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+#if defined(PYCOMM_WITH_CUDA)
+  if (stream) return check_cuda("quantize_cuda", quantize_cuda(job, reinterpret_cast<void*>(*stream)));
+#endif
+  run_on_cpu(quantize, job);
+}
+inline void run_dequantize(const DequantizeJob& job, [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+#if defined(PYCOMM_WITH_CUDA)
+  if (stream) return check_cuda("dequantize_cuda", dequantize_cuda(job, reinterpret_cast<void*>(*stream)));
+#endif
+  run_on_cpu(dequantize, job);
+}
+
+}  // namespace pycomm
