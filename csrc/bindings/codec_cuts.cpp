@@ -78,7 +78,7 @@ class CodecCuts {
   }
 
   // None for the CPU; for the current GPU the stream that torch works on.
-  bool find_stream(const Flat& flat, std::optional<std::uintptr_t>& stream) const {
+  bool find_stream(const Flat& flat, [[maybe_unused]] std::optional<std::uintptr_t>& stream) const {
     if (flat.device_type == dlpack::kCPU) return true;
 #if defined(PYCOMM_WITH_CUDA)
     void* current = nullptr;
