@@ -63,6 +63,15 @@ def test_topk_is_the_cpus(numel: int, share: float, kind: str, has_residual: boo
         assert read_report(report).selected == k
 
 
+def test_topk_of_more_tiles_than_a_block_sums_at_once() -> None:
+    x, k = floats("normal", 20_000_003), 20_000
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    there, values_there = torch.empty_like(indices, device="cuda"), torch.empty_like(values, device="cuda")
+    topk_(indices, values, x)
+    topk_(there, values_there, x.cuda())
+    assert same_bits(there, indices) and same_bits(values_there, values)
+
+
 def test_a_reused_threshold_selects_what_the_reference_does() -> None:
     k = 2000
     report = torch.zeros(3, dtype=torch.int32, device="cuda")
