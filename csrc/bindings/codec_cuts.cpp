@@ -29,7 +29,6 @@ class CodecCuts {
     if (!residual.is_none() && !is_like(residual, both.flat, kept)) return false;
     if (is_stochastic && static_cast<PayloadFormat>(format) == PayloadFormat::kSign) return false;
     if (!read_number(seed, 63, first_seed) || !read_number(offset, 62, first) || !find_stream(both.flat, stream)) return false;
-    const auto address = [](const Flat& of) { return reinterpret_cast<std::uintptr_t>(of.data); };
     run_quantize(quantize_job(address(both.payload), both.payload.numel, address(both.flat), both.flat.numel, format, block_numel,
                               is_stochastic, first_seed, first, address(kept)), stream);
     return true;
@@ -40,7 +39,6 @@ class CodecCuts {
     std::uint64_t block_numel = 0;
     std::optional<std::uintptr_t> stream;
     if (!read_number(length, 62, block_numel) || !read(payload, flat, format, block_numel, both) || !find_stream(both.flat, stream)) return false;
-    const auto address = [](const Flat& of) { return reinterpret_cast<std::uintptr_t>(of.data); };
     run_dequantize(dequantize_job(address(both.flat), both.flat.numel, address(both.payload), both.payload.numel, format, block_numel, factor,
                                   is_added, is_part), stream);
     return true;
@@ -63,6 +61,8 @@ class CodecCuts {
   bool is_like(py::handle object, const Flat& other, Flat& flat) const {
     return tensors_.read_anywhere(object.ptr(), flat) && is_flat(flat, other.dtype) && is_beside(flat, other) && flat.numel == other.numel;
   }
+
+  static std::uintptr_t address(const Flat& flat) { return reinterpret_cast<std::uintptr_t>(flat.data); }
 
   static bool is_flat(const Flat& flat, DType dtype) { return flat.ndim == 1 && flat.dtype == dtype; }
   static bool is_beside(const Flat& flat, const Flat& other) {
