@@ -23,39 +23,40 @@ class CodecCuts {
                 py::handle seed, py::handle offset) const {
     Both both;
     Flat kept{};
-    std::uint64_t block_numel = 0, first_seed = 0, first = 0;
-    std::optional<std::uintptr_t> stream;
-    if (!read_number(length, 62, block_numel) || !read(payload, flat, format, block_numel, both)) return false;
+    std::uint64_t first_seed = 0, first = 0;
+    if (!read(payload, flat, format, length, both)) return false;
     if (!residual.is_none() && !is_like(residual, both.flat, kept)) return false;
     if (is_stochastic && static_cast<PayloadFormat>(format) == PayloadFormat::kSign) return false;
-    if (!read_number(seed, 63, first_seed) || !read_number(offset, 62, first) || !find_stream(both.flat, stream)) return false;
-    run_quantize(quantize_job(address(both.payload), both.payload.numel, address(both.flat), both.flat.numel, format, block_numel,
-                              is_stochastic, first_seed, first, address(kept)), stream);
+    if (!read_number(seed, 63, first_seed) || !read_number(offset, 62, first)) return false;
+    run_quantize(quantize_job(address(both.payload), both.payload.numel, address(both.flat), both.flat.numel, format, both.block_numel,
+                              is_stochastic, first_seed, first, address(kept)), both.stream);
     return true;
   }
 
   bool dequantize(py::handle flat, py::handle payload, int format, py::handle length, float factor, bool is_added, bool is_part) const {
     Both both;
-    std::uint64_t block_numel = 0;
-    std::optional<std::uintptr_t> stream;
-    if (!read_number(length, 62, block_numel) || !read(payload, flat, format, block_numel, both) || !find_stream(both.flat, stream)) return false;
-    run_dequantize(dequantize_job(address(both.flat), both.flat.numel, address(both.payload), both.payload.numel, format, block_numel, factor,
-                                  is_added, is_part), stream);
+    if (!read(payload, flat, format, length, both)) return false;
+    run_dequantize(dequantize_job(address(both.flat), both.flat.numel, address(both.payload), both.payload.numel, format, both.block_numel,
+                                  factor, is_added, is_part), both.stream);
     return true;
   }
 
  private:
+  // What both ways take.
   struct Both {
     Flat flat, payload;
+    std::uint64_t block_numel;
+    std::optional<std::uintptr_t> stream;
   };
 
-  // Whether both are flat, on one device, and of the format's types and lengths.
-  bool read(py::handle payload, py::handle flat, int format, std::size_t block_numel, Both& both) const {
-    if (!tensors_.can_read() || format < 0 || format >= kPayloadFormats || !is_block(static_cast<PayloadFormat>(format), block_numel)) return false;
+  // Whether both are flat, on one device that can be used as it is, and of the format's types and lengths.
+  bool read(py::handle payload, py::handle flat, int format, py::handle length, Both& both) const {
+    if (!tensors_.can_read() || format < 0 || format >= kPayloadFormats || !read_number(length, 62, both.block_numel)) return false;
+    const auto known = static_cast<PayloadFormat>(format);
+    if (!is_block(known, both.block_numel)) return false;
     if (!tensors_.read_anywhere(flat.ptr(), both.flat) || !tensors_.read_anywhere(payload.ptr(), both.payload)) return false;
-    const PayloadLayout layout(static_cast<PayloadFormat>(format), both.flat.numel, block_numel);
     return is_flat(both.flat, DType::kFloat32) && is_flat(both.payload, DType::kUInt8) && is_beside(both.payload, both.flat) &&
-           both.payload.numel == layout.bytes;
+           both.payload.numel == PayloadLayout(known, both.flat.numel, both.block_numel).bytes && find_stream(both.flat, both.stream);
   }
 
   bool is_like(py::handle object, const Flat& other, Flat& flat) const {

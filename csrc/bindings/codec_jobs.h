@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
 #include "../kernels/quantize.h"
@@ -16,7 +15,7 @@
 
 #if defined(PYCOMM_WITH_CUDA)
 #include "../kernels/cuda/quantize.h"
-#include "../kernels/cuda/reduce.h"
+#include "cuda_errors.h"
 #endif
 
 namespace pycomm {
@@ -25,7 +24,7 @@ inline bool is_block(PayloadFormat format, std::size_t block_numel) {
   return block_numel != 0 && block_numel % 32 == 0 && (!is_mx(format) || block_numel == 32);
 }
 
-inline void check(int format, std::size_t numel, std::size_t block_numel, std::size_t payload_bytes) {
+inline void check_payload(int format, std::size_t numel, std::size_t block_numel, std::size_t payload_bytes) {
   if (format < 0 || format >= kPayloadFormats) throw pybind11::value_error("quantize: no format " + std::to_string(format));
   const auto known = static_cast<PayloadFormat>(format);
   if (!is_block(known, block_numel)) {
@@ -34,14 +33,14 @@ inline void check(int format, std::size_t numel, std::size_t block_numel, std::s
   const PayloadLayout layout(known, numel, block_numel);
   if (payload_bytes != layout.bytes) {
     throw pybind11::value_error("quantize: expected a payload of " + std::to_string(layout.bytes) + " bytes, got " +
-                          std::to_string(payload_bytes));
+                                std::to_string(payload_bytes));
   }
 }
 
 inline QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_bytes, std::uintptr_t flat, std::size_t numel,
-                         int format, std::size_t block_numel, bool is_stochastic, std::uint64_t seed,
-                         std::uint64_t offset, std::uintptr_t residual) {
-  check(format, numel, block_numel, payload_bytes);
+                                int format, std::size_t block_numel, bool is_stochastic, std::uint64_t seed,
+                                std::uint64_t offset, std::uintptr_t residual) {
+  check_payload(format, numel, block_numel, payload_bytes);
   QuantizeJob job{};
   job.payload = reinterpret_cast<unsigned char*>(payload);
   job.flat = reinterpret_cast<const float*>(flat);
@@ -55,8 +54,8 @@ inline QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_byte
 }
 
 inline DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std::uintptr_t payload, std::size_t payload_bytes,
-                             int format, std::size_t block_numel, float factor, bool is_added, bool is_part) {
-  check(format, numel, block_numel, payload_bytes);
+                                    int format, std::size_t block_numel, float factor, bool is_added, bool is_part) {
+  check_payload(format, numel, block_numel, payload_bytes);
   DequantizeJob job{};
   job.flat = reinterpret_cast<float*>(flat);
   job.payload = reinterpret_cast<const unsigned char*>(payload);
@@ -79,12 +78,6 @@ void run_on_cpu(void (*kernel)(const Job&), const Job& job) {
     kernel(part);
   });
 }
-
-#if defined(PYCOMM_WITH_CUDA)
-inline void check_cuda(const char* who, int error) {
-  if (error != 0) throw std::runtime_error(std::string(who) + ": CUDA says: " + cuda_error_string(error));
-}
-#endif
 
 // On a stream, if one is given.
 inline void run_quantize(const QuantizeJob& job, [[maybe_unused]] std::optional<std::uintptr_t> stream) {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #if defined(PYCOMM_WITH_CUDA)
-#include "../kernels/cuda/reduce.h"
+#include "cuda_errors.h"
 #endif
 
 namespace py = pybind11;
@@ -72,7 +72,7 @@ void reduce_on_cuda(std::uintptr_t output, const Addresses& inputs, std::size_t 
                         static_cast<DType>(dtype), static_cast<ReduceOp>(op), factors ? factors->data() : nullptr,
                         reinterpret_cast<void*>(stream));
   }
-  if (error != 0) throw std::runtime_error(std::string("reduce_cuda: CUDA says: ") + cuda_error_string(error));
+  check_cuda("reduce_cuda", error);
 }
 #endif
 

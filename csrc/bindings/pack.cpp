@@ -16,7 +16,7 @@
 
 #if defined(PYCOMM_WITH_CUDA)
 #include "../kernels/cuda/pack.h"
-#include "../kernels/cuda/reduce.h"
+#include "cuda_errors.h"
 #endif
 
 namespace py = pybind11;
@@ -130,8 +130,7 @@ class Packer {
                     [[maybe_unused]] float scale, [[maybe_unused]] std::uintptr_t stream) {
 #if defined(PYCOMM_WITH_CUDA)
     const PackJob job = job_of(bucket, parts, scale);
-    const int error = (is_unpack ? unpack_cuda : pack_cuda)(job, reinterpret_cast<void*>(stream));
-    if (error != 0) throw std::runtime_error(std::string("pack_cuda: CUDA says: ") + cuda_error_string(error));
+    check_cuda("pack_cuda", (is_unpack ? unpack_cuda : pack_cuda)(job, reinterpret_cast<void*>(stream)));
 #else
     throw std::runtime_error("pack: this build has no kernels for CUDA");
 #endif

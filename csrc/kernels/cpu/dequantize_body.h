@@ -134,9 +134,12 @@ struct Dequantizer {
   // The codes of `count` elements from `begin` on, for decode().
   const std::uint8_t* codes_of(std::size_t begin, std::size_t count) {
     const unsigned char* const from = job.payload + layout.codes_offset + layout.code_bytes(begin);
-    if constexpr (kBits == 1 || kBits == 8) return from;
-    if constexpr (kBits != 1 && kBits != 8) spread_codes<kBits>(spread, from, count);
-    return spread;
+    if constexpr (kBits == 1 || kBits == 8) {
+      return from;
+    } else {
+      spread_codes<kBits>(spread, from, count);
+      return spread;
+    }
   }
 
   // A block that is longer than a chunk.

@@ -129,28 +129,6 @@ PYCOMM_HD Words multiply_low(Words a, std::uint32_t factor) {
 #endif
 }
 
-// Writes the pairs (a, b) of the even lanes of 64 bits, then those of the odd lanes.
-template <class Words>
-PYCOMM_HD void store_pairs(char* to, Words a, Words b) {
-  constexpr int kLanes = sizeof(Words) / 8;
-  std::uint64_t pairs[2 * kLanes];
-#if PYCOMM_VECTOR_BYTES == 64
-  const __m512i even = _mm512_maskz_unpacklo_epi64(0xFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b));
-  const __m512i odd = _mm512_maskz_unpackhi_epi64(0xFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b));
-  std::memcpy(pairs, &even, sizeof(even)), std::memcpy(pairs + kLanes, &odd, sizeof(odd));
-#elif PYCOMM_VECTOR_BYTES == 32
-  const __m256i even = _mm256_unpacklo_epi64(bit_cast<__m256i>(a), bit_cast<__m256i>(b));
-  const __m256i odd = _mm256_unpackhi_epi64(bit_cast<__m256i>(a), bit_cast<__m256i>(b));
-  std::memcpy(pairs, &even, sizeof(even)), std::memcpy(pairs + kLanes, &odd, sizeof(odd));
-#else
-  for (int i = 0; i < kLanes; ++i) {
-    std::uint64_t* const pair = pairs + (i % 2 * kLanes / 2 + i / 2) * 2;
-    pair[0] = a[i], pair[1] = b[i];
-  }
-#endif
-  std::memcpy(to, pairs, sizeof(pairs));
-}
-
 // -- memory: any alignment -------------------------------------------------------------------------------------------
 
 template <class V>
@@ -163,6 +141,21 @@ PYCOMM_HD V load(const char* from) {
 template <class V>
 PYCOMM_HD void store(char* to, V value) {
   std::memcpy(to, &value, sizeof(V));
+}
+
+// Writes the pairs (a, b) of the even lanes of 64 bits, then those of the odd lanes.
+template <class Words>
+PYCOMM_HD void store_pairs(char* to, Words a, Words b) {
+#if PYCOMM_VECTOR_BYTES == 64
+  store(to, _mm512_maskz_unpacklo_epi64(0xFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+  store(to + sizeof(Words), _mm512_maskz_unpackhi_epi64(0xFF, bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif PYCOMM_VECTOR_BYTES == 32
+  store(to, _mm256_unpacklo_epi64(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+  store(to + sizeof(Words), _mm256_unpackhi_epi64(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#else
+  store(to, Words{a[0], b[0]});
+  store(to + sizeof(Words), Words{a[1], b[1]});
+#endif
 }
 
 // [Note: reading ahead]

@@ -5,12 +5,17 @@
 
 #include <cstdint>
 
+#include "launch.h"
+
 namespace pycomm {
 
-inline constexpr int kWarp = 32;
+inline constexpr int kWarp = 32, kWarpsOfBlock = kThreads / kWarp;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 inline __device__ unsigned lane_of_thread() { return threadIdx.x % kWarp; }
+// Of a grid of blocks of kThreads.
+inline __device__ unsigned warp_of_thread() { return blockIdx.x * kWarpsOfBlock + threadIdx.x / kWarp; }
+inline __device__ unsigned warps_of_grid() { return gridDim.x * kWarpsOfBlock; }
 
 // The sum of the lanes before this one; `total` becomes that of all.
 template <class T>

@@ -14,6 +14,14 @@ struct Elements {
   float x[width];
 };
 
+template <int width>
+__device__ Elements<width> operator+(const Elements<width>& a, const Elements<width>& b) {
+  Elements<width> sum;
+#pragma unroll
+  for (int j = 0; j < width; ++j) sum.x[j] = a.x[j] + b.x[j];
+  return sum;
+}
+
 // The elements at `from`, which is aligned to 16 bytes.
 template <int width>
 __device__ Elements<width> load_whole(const float* from) {

@@ -11,7 +11,7 @@ namespace pycomm {
 
 inline constexpr int kThreads = 256;
 
-inline bool is_aligned16(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
+inline __host__ __device__ bool is_aligned16(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
 
 // Enough blocks of kThreads for `threads`, at most `per_multiprocessor` for each multiprocessor of the current device.
 inline cudaError_t count_blocks(std::size_t threads, int per_multiprocessor, unsigned* blocks) {

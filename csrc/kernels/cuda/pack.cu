@@ -42,8 +42,7 @@ struct Bucket {
 template <class Storage>
 __device__ void copy_group(Storage* to, const Storage* from) {
   constexpr int kVectors = kGroup * sizeof(Storage) / 16;
-  const bool is_from_aligned = reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
-  const bool is_to_aligned = reinterpret_cast<std::uintptr_t>(to) % 16 == 0;
+  const bool is_from_aligned = is_aligned16(from), is_to_aligned = is_aligned16(to);
   union {
     uint4 vector[kVectors];
     Storage item[kGroup];

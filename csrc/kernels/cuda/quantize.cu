@@ -32,6 +32,16 @@ struct NoTile {
   static constexpr int kNumel = 0;
 };
 
+// For blocks of the own length of a format with codes of `bits`.
+template <int bits>
+struct OwnTile : Tile<32, 8, 1, 2> {};
+template <>
+struct OwnTile<4> : Tile<16, 8, 1, 2> {};
+template <>
+struct OwnTile<2> : Tile<32, 8, 4, 4> {};
+template <>
+struct OwnTile<1> : Tile<32, 4, 8, 8> {};
+
 // What a block's scale is made of: of a sign its sum, in the order of [Note: lanes of a sum], where thread t has the lanes 4 t .. 4 t + 3.
 template <class Format, int width>
 struct Reach {
@@ -150,8 +160,8 @@ __device__ std::size_t encode_tiles(const QuantizeJob& job, const PayloadLayout&
   constexpr int kWidth = Tile::kWidth, kChunkCodes = Tile::kChunk * kBits<Format> / 8;
   using Scale = std::conditional_t<Format::kIsMx, std::uint8_t, std::uint32_t>;
   const std::size_t tiles = job.numel / Tile::kNumel;
-  const std::size_t first = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) / kWarp, step = std::size_t{gridDim.x} * (kThreads / kWarp);
-  const int lane = threadIdx.x % kWarp;
+  const std::size_t first = warp_of_thread(), step = warps_of_grid();
+  const unsigned lane = lane_of_thread();
   std::size_t at = first * Tile::kNumel + lane * kWidth;
   unsigned char* codes = job.payload + layout.codes_offset + at * kBits<Format> / 8;
   Scale* scales = reinterpret_cast<Scale*>(job.payload) + first * Tile::kBlocks + lane / Tile::kThreads;
@@ -162,9 +172,7 @@ __device__ std::size_t encode_tiles(const QuantizeJob& job, const PayloadLayout&
     if constexpr (has_residual) {
 #pragma unroll
       for (int chunk = 0; chunk < Tile::kHeld; ++chunk) {
-        const Elements<kWidth> residual = load_whole<kWidth>(job.residual + at + chunk * Tile::kChunk);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) input[chunk].x[j] = input[chunk].x[j] + residual.x[j];
+        input[chunk] = input[chunk] + load_whole<kWidth>(job.residual + at + chunk * Tile::kChunk);
       }
     }
 #pragma unroll
@@ -219,20 +227,15 @@ __device__ void store_scale(unsigned char* payload, std::size_t block, std::uint
 template <class Format, bool stochastic, bool has_residual>
 __device__ void encode_rest(const QuantizeJob& job, const PayloadLayout& layout, std::size_t done) {
   const int threads = job.block_numel == 32 ? 8 : job.block_numel == 64 ? 16 : kWarp, per_warp = kWarp / threads;
-  const bool is_aligned = (reinterpret_cast<std::uintptr_t>(job.flat) | reinterpret_cast<std::uintptr_t>(job.residual)) % 16 == 0;
-  const int lane = threadIdx.x % kWarp, thread = lane % threads;
-  const std::size_t warp = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) / kWarp;
-  const std::size_t step = std::size_t{gridDim.x} * (kThreads / kWarp) * per_warp;
-  for (std::size_t first = done + warp * per_warp; first < layout.num_blocks; first += step) {
+  const bool is_aligned = is_aligned16(job.flat) && is_aligned16(job.residual);
+  const int lane = static_cast<int>(lane_of_thread()), thread = lane % threads;
+  const std::size_t step = std::size_t{warps_of_grid()} * per_warp;
+  for (std::size_t first = done + std::size_t{warp_of_thread()} * per_warp; first < layout.num_blocks; first += step) {
     const std::size_t block = first + lane / threads;
     const std::size_t begin = min(block * job.block_numel, job.numel), end = min(begin + job.block_numel, job.numel);
     const auto load_input = [&](std::size_t i) {
-      Elements<4> input = load_four(job.flat, i, end, is_aligned);
-      if constexpr (has_residual) {
-        const Elements<4> residual = load_four(job.residual, i, end, is_aligned);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) input.x[j] = input.x[j] + residual.x[j];
-      }
+      const Elements<4> input = load_four(job.flat, i, end, is_aligned);
+      if constexpr (has_residual) return input + load_four(job.residual, i, end, is_aligned);
       return input;
     };
     Reach<Format, 4> reach;
@@ -274,10 +277,8 @@ cudaError_t launch_quantize(const QuantizeJob& job, void* stream) {
     if constexpr (!kIsSign<Format>) {
       if (job.block_numel == 32) return launch_tiles(Tile<4, 8, 1, 2>{});
     }
-    if constexpr (!Format::kIsMx) {  // the formats' own lengths
-      using Own = std::conditional_t<kBits<Format> == 8, Tile<32, 8, 1, 2>,
-                                     std::conditional_t<kBits<Format> == 4, Tile<16, 8, 1, 2>,
-                                                        std::conditional_t<kBits<Format> == 2, Tile<32, 8, 4, 4>, Tile<32, 4, 8, 8>>>>;
+    if constexpr (!Format::kIsMx) {
+      using Own = OwnTile<kBits<Format>>;
       if (job.block_numel == Own::kBlockNumel) return launch_tiles(Own{});
     }
   }

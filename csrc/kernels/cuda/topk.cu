@@ -20,7 +20,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int kWarpsOfBlock = kThreads / kWarp;
 constexpr int kBlocksPerMultiprocessor = 4;
 constexpr int kSampleThreads = 1024, kSampleEach = 32;
 constexpr std::uint32_t kTile = kTopkTile;
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) collect_kernel(const __grid_constant
   const TopkJob& job = work.job;
   State& state = *work.state;
   const std::int32_t guess = state.guess;
-  const bool is_aligned = (reinterpret_cast<std::uintptr_t>(job.flat) | reinterpret_cast<std::uintptr_t>(job.residual)) % 16 == 0;
+  const bool is_aligned = is_aligned16(job.flat) && is_aligned16(job.residual);
   const unsigned lane = lane_of_thread();
   for (std::uint32_t tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
     const std::uint32_t first = tile * kTile + threadIdx.x / kWarp * (kTile / kWarpsOfBlock) + 4 * lane;
@@ -271,8 +270,7 @@ __global__ void __launch_bounds__(kThreads) digit_kernel(const __grid_constant__
 // Calls visit(tile, piece) for the tiles of this warp, one after the other.
 template <class Visit>
 __device__ void visit_pieces(const Work& work, const Source& source, Visit visit) {
-  const std::uint32_t warps = gridDim.x * kWarpsOfBlock;
-  for (std::uint32_t tile = blockIdx.x * kWarpsOfBlock + threadIdx.x / kWarp; tile < work.tiles; tile += warps) {
+  for (std::uint32_t tile = warp_of_thread(); tile < work.tiles; tile += warps_of_grid()) {
     visit(tile, source.piece_of(tile));
   }
 }
