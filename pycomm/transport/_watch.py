@@ -117,7 +117,7 @@ class Watch:
         self._processes = processes
         self._ranks = tuple(ranks)
         self._rank = rank
-        self._store: Any = store
+        self._store: Any = store  # None once there is nothing to ask, which another thread may find at any moment
         self._members = [processes.members[member] for member in ranks] if processes.members else []
         self._poll = select.poll()
         self._polling = threading.Lock()  # messages are waited for by several threads
@@ -154,8 +154,8 @@ class Watch:
     def split(self, ranks: Sequence[int], rank: int, key: str) -> Watch:
         """Returns the watch of a new group of ``ranks`` of this one, where this rank is ``rank``."""
         members = [self._ranks[member] for member in ranks] if self._ranks else ()
-        store = None if self._store is None else _part(self._store, key)
-        return Watch(self._processes, members, rank, store)
+        store = self._store
+        return Watch(self._processes, members, rank, None if store is None else _part(store, key))
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -232,51 +232,44 @@ class Watch:
         pid = self._members[rank].pid if self._members else 0
         status = _exit_status(self._members[rank]) if kind == "lost" and self._members else NO_STATUS
         mine = Failure(kind, rank, pid, status, call)
-        if self._store is not None:
+        store = self._store
+        if store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank
-                if self._store.add("failures", 1) == 1:
-                    self._store.set("failure", json.dumps(mine))
-                    self._store.set("news", "1")
+                if store.add("failures", 1) == 1:
+                    store.set("failure", json.dumps(mine))
+                    store.set("news", "1")
                 else:
-                    mine = self._told() or mine
+                    mine = _told(store) or mine
         self.failure = self.failure or mine
 
     def close(self, calls: int) -> None:
         """Tells the others that this rank leaves after ``calls`` collectives, in good order or as another did."""
-        if self._store is not None and (self.failure is None or self.failure.kind == "closed"):
+        store = self._store
+        if store is not None and (self.failure is None or self.failure.kind == "closed"):
             with contextlib.suppress(RuntimeError):
                 with self.counting:
                     sent, received = (
                         {f"{peer}/{tag}": number for (peer, tag), number in counted.items()}
                         for counted in (self._sent, self._received)
                     )
-                self._store.set(f"closed{self._rank}", json.dumps(_LastWord(calls, sent, received)))
-                self._store.set("news", "1")
+                store.set(f"closed{self._rank}", json.dumps(_LastWord(calls, sent, received)))
+                store.set("news", "1")
         self._store = None
 
     def _ask(self, call: int, message: Message | None) -> Failure | None:
         """Reads what the others left in the store."""
+        store = self._store
         try:
-            if self._store is None or not self._store.check(["news"]):
+            if store is None or not store.check(["news"]):
                 return self.failure
-            self.failure = self.failure or self._told()
+            self.failure = self.failure or _told(store)
             for rank in range(len(self._ranks)):
-                word = None if rank == self._rank else self._last_word(rank)
+                word = None if rank == self._rank else _last_word(store, rank)
                 if self.failure is None and word is not None and self._is_short(word, rank, call, message):
                     self.failure = Failure("closed", rank, self._members[rank].pid if self._members else 0)
         except RuntimeError:  # the store has gone with the process that kept it; the pidfds remain
             self._store = None
         return self.failure
-
-    def _told(self) -> Failure | None:
-        if not self._store.check(["failure"]):
-            return None
-        return Failure(*json.loads(self._store.get("failure")))
-
-    def _last_word(self, rank: int) -> _LastWord | None:
-        """Returns what a rank had done when it closed the group, None if it has not closed it."""
-        key = f"closed{rank}"
-        return _LastWord(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _is_short(self, word: _LastWord, rank: int, call: int, message: Message | None) -> bool:
         """Says whether a rank that closed the group has left undone what this one waits for."""
@@ -293,8 +286,9 @@ class Watch:
 
     def _owes(self, rank: int, call: int, message: Message | None) -> bool:
         """Says the same of a rank that is dead, and may have closed the group in good order."""
+        store = self._store
         try:
-            word = None if self._store is None else self._last_word(rank)
+            word = None if store is None else _last_word(store, rank)
         except RuntimeError:
             word = None
         return word is None or self._is_short(word, rank, call, message)
@@ -316,6 +310,17 @@ class Watch:
 _TAGS = 1 << 15  # all of gloo's; over MPI a program may use a new one in each step, for ever
 _OUT_OF_SIGHT = -1
 _GONE = -2  # had ended before it could be looked up
+
+
+def _told(store: Any) -> Failure | None:
+    """Returns what broke the group, if somebody has said so in ``store``."""
+    return Failure(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
+
+
+def _last_word(store: Any, rank: int) -> _LastWord | None:
+    """Returns what a rank had done when it closed the group, None if it has not closed it."""
+    key = f"closed{rank}"
+    return _LastWord(*json.loads(store.get(key))) if store.check([key]) else None
 
 
 def _this_process() -> tuple[int, str, str]:

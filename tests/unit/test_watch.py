@@ -43,6 +43,33 @@ def test_a_message_that_was_sent_is_awaited_though_its_sender_has_left() -> None
     assert asked(mine, 0, Message(1, TAG)) == "closed"
 
 
+class ClosingStore:
+    """A store whose watch another thread closes while it is asked."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._store = watch, watch._store
+
+    def check(self, keys: list[str]) -> bool:
+        self._watch._store = None
+        return self._store.check(keys)
+
+    def add(self, key: str, number: int) -> int:
+        self._watch._store = None
+        return self._store.add(key, number)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+
+def test_a_watch_may_be_closed_while_it_asks() -> None:
+    mine, other, third = watches(3)
+    third.announce("aborted", 1, 5)
+    mine._store, other._store = ClosingStore(mine), ClosingStore(other)
+    assert asked(mine, 0) == "aborted"
+    other.announce("lost", 0, 6)
+    assert other.failure is not None and other.failure.kind == "aborted", "who was first is right"
+
+
 @pytest.mark.parametrize("tag", [TAG, TAG + 1])
 def test_a_message_that_was_not_sent_is_not_awaited(tag: int) -> None:
     mine, other, third = watches(3)
