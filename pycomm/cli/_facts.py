@@ -151,6 +151,7 @@ def host() -> list[Fact]:
         Fact("memfd_create", hasattr(os, "memfd_create")),
         Fact("pidfd_open", hasattr(os, "pidfd_open")),
         _membarrier(),
+        _autogroup(),
     ]
 
 
@@ -180,6 +181,15 @@ def _chosen(path: str) -> str | None:
     except OSError:
         return None
     return next((word[1:-1] for word in words if word.startswith("[")), None)
+
+
+def _autogroup() -> Fact:
+    try:
+        is_on = Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() != "0"
+    except OSError:
+        return Fact("autogroup", None)
+    hint = "slows ranks that share cores under torchrun and MPICH's mpirun, not under pycomm run"
+    return Fact("autogroup", is_on, hint if is_on else "")
 
 
 def _membarrier() -> Fact:

@@ -1,8 +1,8 @@
 """Starts the ranks of a job: torch's elastic launcher, with settings that suit one host and exit codes that tell.
 
 All options of ``torchrun`` are understood. What differs: ``-n`` is short for ``--nproc-per-node``; on one host the
-ranks meet in a file without a name, and nothing listens (``_loopback.py``); OMP_NUM_THREADS shares out the cores; the
-exit code is that of the rank that failed first.
+ranks meet in a file without a name, and nothing listens (``_loopback.py``); OMP_NUM_THREADS shares out the cores; ranks
+that outnumber them share a session (``_session.py``); the exit code is that of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, TransportError
 from ..topology import available_cores
+from ._session import one_session
 
 __all__ = ["parse_arguments", "run_job"]
 
@@ -79,6 +80,8 @@ def run_job(arguments: Sequence[str]) -> int:
         with contextlib.ExitStack() as stack:
             if settings.log_dir is None:  # torchrun leaves a directory in /tmp behind, with how the ranks failed
                 settings.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="pycomm-run-"))
+            if local_world_size > available_cores():
+                stack.enter_context(one_session())
             run(settings)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

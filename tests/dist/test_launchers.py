@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import socket
@@ -123,6 +126,32 @@ def test_pycomm_run_of_a_module_with_three_ranks_beside_torch_distributed() -> N
     done = start(command, PYTHONPATH=path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("right") == 3
+
+
+def test_ranks_that_outnumber_the_cores_share_a_session() -> None:
+    """On a terminal, as users start them: a rank in the background that reads from it is told so, and does not stop."""
+    from pycomm.topology import available_cores
+
+    world_size = available_cores() + 1
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "pycomm", "run", "-n", str(world_size), str(JOBS / "terminal.py")]
+    takes = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ends: dict[str, Any] = {"stdin": its_end, "stdout": its_end, "stderr": its_end}
+    with subprocess.Popen(
+        [sys.executable, "-c", takes, *command], start_new_session=True, env=environ, **ends
+    ) as launcher:
+        os.close(its_end)
+        printed = b""
+        with contextlib.suppress(OSError):  # of a terminal that nobody has any more
+            while select.select([terminal], [], [], 60)[0] and (read := os.read(terminal, 4096)):
+                printed += read
+        os.close(terminal)  # which ends what may still be there
+    assert launcher.returncode == 0, printed.decode()
+    found = re.findall(r"pid (\d+) group (\d+) session (\d+): ([^.]*)\.", printed.decode())
+    assert len(found) == world_size, printed.decode()
+    assert {(group == pid, int(its)) for pid, group, its, _ in found} == {(True, launcher.pid)}
+    assert {told for *_, told in found} == {"Input/output error"}
 
 
 def test_torchrun() -> None:

@@ -100,7 +100,7 @@ def test_a_job_that_dies_while_starting_is_reported_with_its_last_words() -> Non
 
 
 def test_ctrl_c_ends_every_job(tmp_path: Path) -> None:
-    """The ranks are in sessions of their own, so that only the conductor sees the signal, and must end them."""
+    """The ranks are in process groups of their own, so that only the conductor sees the signal, and must end them."""
     command = [
         sys.executable,
         "-m",

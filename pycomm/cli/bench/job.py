@@ -144,14 +144,14 @@ class SpawnedJob(Job):
         return self.path("socket")
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        """Starts a process of the job in a session of its own, so that Ctrl-C reaches this process alone."""
+        """Starts a process of the job in a process group of its own, so that Ctrl-C reaches this process alone."""
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,
+            process_group=0,  # and no session; launch/_session.py
         )
         self._processes.append(process)
 
