@@ -204,7 +204,7 @@ class Group {
   void sync(const char* verb, int spins = kSpinsAlone);  // returns once every rank has called it
 
   void exchange(const Call& call, const void* data, std::size_t bytes);
-  void put(void* to, const void* from, std::size_t bytes) const;  // into memory that others will read
+  void put(void* to, const void* from, std::size_t bytes, bool reads_pages = false) const;  // into memory that others will read
   void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece. The windows
   // lie in the rings, or are regions that two ranks swap.

@@ -31,7 +31,7 @@ void Group::broadcast(void* data, const Call& call) {
     in_windows(
         call, {bytes, 1, has_met, is_long(bytes), is_streamed},
         [&](auto part, std::size_t offset, std::size_t length) {
-          if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length);
+          if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length, is_long(bytes));
         },
         [&](auto part, std::size_t offset, std::size_t length) {
           if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, is_streamed);

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "../kernels/read_ahead.h"
 #include "../kernels/reduce.h"
 #include "layout.h"
 
@@ -49,8 +50,9 @@ inline std::size_t of_any_length(std::size_t bytes) {
   return bytes;
 }
 
-// Copies by plain stores what a caller has, to where another core or another rank of this one reads it.
-inline void copy_by_blocks(void* to, const void* from, std::size_t bytes) {
+// Copies by plain stores what a caller has, to where another core or another rank of this one reads it. The root of a
+// long broadcast `reads_pages` in turn ([Note: reading ahead]): 0.95 of the time, where chains of ranks would take 1.05.
+inline void copy_by_blocks(void* to, const void* from, std::size_t bytes, bool reads_pages = false) {
   const std::size_t ahead = bytes > kBlock ? kReadAhead : kBlock;  // by turns the next block comes while the other rank's is read
   for (std::size_t offset = 0; offset < bytes; offset += kBlock) {
     const std::size_t length = std::min(kBlock, bytes - offset);
@@ -58,7 +60,11 @@ inline void copy_by_blocks(void* to, const void* from, std::size_t bytes) {
     const char* const source = static_cast<const char*>(from) + offset;
     if (length >= kAskFrom) {
       ask_to_write(target, length);
-      ask_to_read(source + ahead, length);
+      if (reads_pages) {
+        ReadAhead{true}.fetch<kBlock>(source);
+      } else {
+        ask_to_read(source + ahead, length);
+      }
     }
     std::memcpy(target, source, of_any_length(length));
   }

@@ -16,6 +16,7 @@
 #include "../common/pack_elements.h"
 #include "../common/philox.h"
 #include "../common/quantizers.h"
+#include "../read_ahead.h"
 #include "lanes.h"
 #include "copy_body.h"
 #include "codec_body.h"

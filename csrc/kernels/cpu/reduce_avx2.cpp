@@ -13,6 +13,7 @@
 #define PYCOMM_ISA avx2
 #define PYCOMM_VECTOR_BYTES 32
 #include "../common/cases.h"
+#include "../read_ahead.h"
 #include "lanes.h"
 #include "copy_body.h"
 #include "reduce_body.h"
