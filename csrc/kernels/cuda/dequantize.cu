@@ -1,6 +1,7 @@
 // The idea: a thread decodes eight elements that follow each other: their codes are one load of 1 to 8 bytes, the elements two of 16.
 // Bytes moved per element: kCodeBits / 8 read, 4 written; added to what is there, 4 more read.
 #include "../common/quantizers.h"
+#include "block.h"
 #include "elements.h"
 #include "launch.h"
 #include "quantize.h"
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
   const unsigned char* const codes_begin = job.payload + layout.codes_offset;
   const std::size_t stride = std::size_t{gridDim.x} * kThreads * kWidth;
   for (std::size_t i = (blockIdx.x * std::size_t{kThreads} + threadIdx.x) * kWidth; i < job.numel; i += stride) {
-    const bool is_whole = is_aligned && i + kWidth <= job.numel;
+    const bool is_whole = is_aligned && i + (kWarp - lane_of_thread()) * kWidth <= job.numel;  // for all of a warp
     const int count = static_cast<int>(min(job.numel - i, std::size_t{kWidth}));
     const unsigned char* const from = codes_begin + i / 8 * bits;
     const std::uint64_t codes = is_whole ? load_codes_whole<bits>(from) : load_codes<bits>(from, count);
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
       values.x[j] = Native<float>::encode<Scalar>(value);
     }
     if (is_whole) {
-      store_whole(job.flat + i, values);
+      store_by_warp(job.flat + i, values);
     } else {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {

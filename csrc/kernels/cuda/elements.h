@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "block.h"
+
 namespace pycomm {
 
 template <int width>
@@ -41,6 +43,24 @@ __device__ void store_whole(float* to, const Elements<width>& elements) {
     const float* const x = elements.x + j;
     *reinterpret_cast<float4*>(to + j) = make_float4(x[0], x[1], x[2], x[3]);
   }
+}
+
+// To `to`, by all threads of a warp together, each of which has the elements behind those of the one before.
+inline __device__ void store_by_warp(float* to, const Elements<4>& elements) { store_whole(to, elements); }
+// Of eight, 16 bytes would lie beside 16 that another instruction writes: half a sector of the L2 cache, which bounds a kernel that
+// stores so. So two threads exchange halves first. (H200: dequantize 0.6, quantize with a residual 0.4 to 0.9 of the time.)
+inline __device__ void store_by_warp(float* to, const Elements<8>& elements) {
+  const bool is_second = threadIdx.x % 2 != 0;
+  Elements<4> first, second;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float given = is_second ? elements.x[j] : elements.x[4 + j], taken = __shfl_xor_sync(kAllLanes, given, 1);
+    first.x[j] = is_second ? taken : elements.x[j];
+    second.x[j] = is_second ? elements.x[4 + j] : taken;
+  }
+  float* const begin = is_second ? to - 4 : to;
+  store_whole(begin, first);
+  store_whole(begin + 8, second);
 }
 
 // Elements [i, i + 4) of `from`; zeros from `end` on.

@@ -188,7 +188,7 @@ __device__ std::size_t encode_tiles(const QuantizeJob& job, const PayloadLayout&
         const std::size_t place = at + chunk * Tile::kChunk;
         const Elements<kWidth> left = encode<Format, stochastic>(scale, input[chunk], job.seed, job.offset + place, code);
         store_chunk<kBits<Format>, kWidth>(codes + chunk * kChunkCodes, code);
-        if constexpr (has_residual) store_whole(job.residual + place, left);
+        if constexpr (has_residual) store_by_warp(job.residual + place, left);
       }
     }
     at += step * Tile::kNumel, codes += step * Tile::kHeld * kChunkCodes, scales += step * Tile::kBlocks;
