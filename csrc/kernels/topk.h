@@ -7,15 +7,15 @@
 namespace pycomm {
 
 // Room for `topk` on a CPU or a GPU: candidates (an index and a value each); the CPU's magnitudes of a sample; the GPU's state, and
-// two counts and a sum for each tile.
-inline constexpr std::size_t kTopkSample = 256 * 1024, kTopkStateBytes = 32 * 1024, kTopkTile = 8 * 1024;
+// two counts and two sums for each tile.
+inline constexpr std::size_t kTopkSample = 256 * 1024, kTopkStateBytes = 40 * 1024, kTopkTile = 8 * 1024;
 inline constexpr std::size_t topk_tiles(std::size_t numel) { return (numel + kTopkTile - 1) / kTopkTile; }
 inline constexpr std::size_t topk_candidates(std::size_t numel, std::size_t k) {
   const std::size_t wanted = 2 * k + 64 * 1024;
   return wanted < numel ? wanted : numel;
 }
 inline constexpr std::size_t topk_workspace_bytes(std::size_t numel, std::size_t k) {
-  return 8 * topk_candidates(numel, k) + 4 * (kTopkSample < numel ? kTopkSample : numel) + kTopkStateBytes + 16 * topk_tiles(numel);
+  return 8 * topk_candidates(numel, k) + 4 * (kTopkSample < numel ? kTopkSample : numel) + kTopkStateBytes + 24 * topk_tiles(numel);
 }
 
 struct TopkJob {

@@ -1,10 +1,10 @@
 // The idea: the host never learns how many elements reach a threshold, so every launch is always queued, over a grid that
 // depends on numel alone, and finds in device memory what is left to do.
 //
-//   sample    one block guesses a threshold from 32 Ki elements, or takes the last call's
+//   sample    guesses a threshold from 32 Ki elements, or takes the last call's
 //   collect   reads all, once: writes flat + residual to the residual, and the candidates, those that reach the guess
 //   digit     three histograms of the candidates find the k-th largest magnitude exactly; of all elements if the guess was bad
-//   rank      counts for each tile which of its candidates are above it, and which equal
+//   rank      counts for each tile how many of its candidates are above it, and how many equal
 //   write     writes the chosen ones, in order, and zeros where the residual had them
 //
 // Order costs a second look only at the candidates: a block collects a tile, kTopkTile elements, and appends its candidates,
@@ -21,15 +21,15 @@ namespace pycomm {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kSampleThreads = 1024, kSampleEach = 32;
+constexpr int kSampleThreads = 1024, kSampleBlocks = 32;  // as many elements as threads
 constexpr std::uint32_t kTile = kTopkTile;
 constexpr int kSteps = kTile / (4 * kThreads);  // in which a warp reads what is its own of a tile, four elements a thread
 static_assert(4 * kSteps == 32, "a thread's elements of a tile are the bits of one mask");
 
 // What the kernels of one call tell each other, in the workspace. Begins as zeros.
 struct State {
-  std::uint32_t histogram[kRadixRounds][kRadixBins];
-  std::uint32_t finished[kRadixRounds + 2];  // blocks, of each kernel that ends with a last one
+  std::uint32_t histogram[kRadixRounds][kRadixBins], of_sample[kRadixBins];
+  std::uint32_t finished[kRadixRounds + 3];  // blocks, of each kernel that ends with a last one
   std::int32_t guess;
   std::uint32_t is_given;
   std::uint32_t reached;  // elements that reach the guess, in the tiles that have been collected
@@ -52,7 +52,9 @@ struct Work {
   std::uint32_t numel, tiles, capacity;
   State* state;
   Piece* pieces;         // (tiles,)
-  std::uint64_t* ranks;  // (tiles,): what is above the key in the low half, equal in the high one; of the tile, later of those before
+  // What is above the key in the low half, equal in the high one: of a tile, later of those before it that the same block visits; and
+  // of a block's tiles, later of the blocks before.
+  std::uint64_t *ranks, *ranks_of_blocks;  // (tiles,)
   std::int32_t* indices;  // (capacity,) of the candidates
   float* values;
   SamplePlan sample;
@@ -103,38 +105,67 @@ __device__ void take_digit(RadixPrefix* prefix, RadixDigit digit, std::size_t ra
   __syncthreads();
 }
 
+// Counts keys by a digit, in the block's own memory; of a key below zero nothing. Begins and ends with all threads together.
+template <int count>
+__device__ void count_keys(std::uint32_t* histogram, RadixDigit digit, const RadixPrefix& known, const std::int32_t (&keys)[count]) {
+  for (int bin = threadIdx.x; bin < kRadixBins; bin += kSampleThreads) histogram[bin] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < count; ++j) {
+    if (keys[j] >= 0 && known.holds(keys[j])) atomicAdd(&histogram[radix_bin(digit, keys[j])], 1u);
+  }
+  __syncthreads();
+}
+
+// A thread's keys of the sample: from its `first`-th element on, every kSampleThreads-th. Many loads are under way before one is used.
+template <bool has_residual, int count>
+__device__ void load_sample(const Work& work, std::uint32_t first, std::int32_t (&keys)[count]) {
+  static_assert(kSampleThreads % SamplePlan::kLine == 0, "the elements lie as far apart as lines");
+  const std::size_t begin = work.sample.index(first), step = kSampleThreads / SamplePlan::kLine * work.sample.stride;
+  const int there = static_cast<int>((work.sample.count + kSampleThreads - 1 - min(std::size_t{first}, work.sample.count)) / kSampleThreads);
+  constexpr int kAtOnce = count < 16 ? count : 16;
+#pragma unroll
+  for (int group = 0; group < count; group += kAtOnce) {
+    float values[kAtOnce];
+    [[maybe_unused]] float left[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const std::size_t place = begin + (group + j) * step;
+      values[j] = group + j < there ? work.job.flat[place] : 0.0f;
+      if constexpr (has_residual) left[j] = group + j < there ? work.job.residual[place] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if constexpr (has_residual) values[j] = add_as_cpu(values[j], left[j]);
+      keys[group + j] = group + j < there ? magnitude(values[j]) : -1;
+    }
+  }
+}
+
+// The first digit all blocks count, each a part of the sample: its values are in few bins, at which one block's threads would queue.
+// The last block finds the rest, among the few that have that digit.
+template <bool has_residual>
 __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const __grid_constant__ Work work) {
-  constexpr int kRounds = kRadixRounds - 1;  // a guess needs no last bits: without them more elements reach it
+  static_assert(kRadixRounds == 3, "a guess needs no last bits: without them more elements reach it");
   __shared__ std::uint32_t histogram[kRadixBins];
   __shared__ RadixPrefix prefix;
-  const TopkJob& job = work.job;
+  State& state = *work.state;
   const std::int32_t given = work.is_reusing ? *work.report : 0;
-  if (threadIdx.x == 0) work.state->is_given = given > 0, work.state->guess = given > 0 ? given : 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) state.is_given = given > 0, state.guess = given > 0 ? given : 0;
   if (given > 0 || work.sample.rank == 0) return;
-  std::int32_t keys[kSampleEach];
-#pragma unroll
-  for (int j = 0; j < kSampleEach; ++j) {
-    const std::size_t i = std::size_t(j) * kSampleThreads + threadIdx.x;
-    keys[j] = -1;
-    if (i < work.sample.count) {
-      const std::size_t place = work.sample.index(i);
-      keys[j] = magnitude(job.residual != nullptr ? add_as_cpu(job.flat[place], job.residual[place]) : job.flat[place]);
-    }
-  }
   if (threadIdx.x == 0) prefix = RadixPrefix{0, 0, 0};
-  for (int round = 0; round < kRounds; ++round) {
-    const RadixDigit digit = radix_digit(round);
-    for (int bin = threadIdx.x; bin < kRadixBins; bin += kSampleThreads) histogram[bin] = 0;
-    __syncthreads();
-    const RadixPrefix known = prefix;
-#pragma unroll
-    for (int j = 0; j < kSampleEach; ++j) {
-      if (keys[j] >= 0 && known.holds(keys[j])) atomicAdd(&histogram[radix_bin(digit, keys[j])], 1u);
-    }
-    __syncthreads();
-    take_digit<kSampleThreads, false>(&prefix, digit, work.sample.rank, histogram);
+  std::int32_t key[1], keys[kSampleBlocks];
+  load_sample<has_residual>(work, blockIdx.x * kSampleThreads + threadIdx.x, key);
+  count_keys(histogram, radix_digit(0), RadixPrefix{0, 0, 0}, key);
+  for (int bin = threadIdx.x; bin < kRadixBins; bin += kSampleThreads) {
+    if (histogram[bin] != 0) atomicAdd(&state.of_sample[bin], histogram[bin]);
   }
-  if (threadIdx.x == 0) work.state->guess = prefix.key;
+  if (!is_last_block(&state.finished[2 + kRadixRounds])) return;
+  load_sample<has_residual>(work, threadIdx.x, keys);
+  take_digit<kSampleThreads, true>(&prefix, radix_digit(0), work.sample.rank, state.of_sample);
+  count_keys(histogram, radix_digit(1), prefix, keys);
+  take_digit<kSampleThreads, false>(&prefix, radix_digit(1), work.sample.rank, histogram);
+  if (threadIdx.x == 0) state.guess = prefix.key;
 }
 
 // A thread's elements of a tile, or of flat + residual, which then go to the residual.
@@ -267,13 +298,19 @@ __global__ void __launch_bounds__(kThreads) digit_kernel(const __grid_constant__
   }
 }
 
-// Calls visit(tile, piece) for the tiles of this warp, one after the other.
-template <class Visit>
-__device__ void visit_pieces(const Work& work, const Source& source, Visit visit) {
-  for (std::uint32_t tile = warp_of_thread(); tile < work.tiles; tile += warps_of_grid()) {
-    visit(tile, source.piece_of(tile));
+// The tiles of a block: they follow each other, and its warps take them in turn.
+struct Share {
+  std::uint32_t begin, end;
+
+  __device__ explicit Share(std::uint32_t tiles) {
+    const std::uint32_t each = (tiles + gridDim.x - 1) / gridDim.x;
+    begin = min(blockIdx.x * each, tiles), end = min(begin + each, tiles);
   }
-}
+  template <class Visit>
+  __device__ void visit(const Source& source, Visit visit) const {
+    for (std::uint32_t tile = begin + threadIdx.x / kWarp; tile < end; tile += kWarpsOfBlock) visit(tile, source.piece_of(tile));
+  }
+};
 
 // Which lanes hold an element above the key, and which one that is equal to it: a bit each.
 struct Ballots {
@@ -285,19 +322,19 @@ __device__ Ballots compare(const Source& source, const Piece& piece, std::uint32
   return {__ballot_sync(kAllLanes, bits > key), __ballot_sync(kAllLanes, bits == key)};
 }
 
-// ranks[tile] becomes the sum of those before it; returns the sum of all, to every thread.
-__device__ std::uint64_t sum_ranks(std::uint64_t* ranks, std::uint32_t tiles) {
-  constexpr int kEach = 8;
+// ranks[i] becomes the sum of those before it, for all i < count; returns the sum of all, to every thread.
+__device__ std::uint64_t sum_ranks(std::uint64_t* ranks, std::uint32_t count) {
+  constexpr int kEach = 4;
   std::uint64_t before = 0;
-  for (std::uint32_t begin = 0; begin < tiles; begin += kEach * kThreads) {
+  for (std::uint32_t begin = 0; begin < count; begin += kEach * kThreads) {
     const std::uint32_t first = begin + threadIdx.x * kEach;
     std::uint64_t rank[kEach], sum = 0, total = 0;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) sum += rank[j] = first + j < tiles ? __ldcg(ranks + first + j) : 0;
+    for (int j = 0; j < kEach; ++j) sum += rank[j] = first + j < count ? __ldcg(ranks + first + j) : 0;
     std::uint64_t here = before + sum_before_in_block<kThreads>(sum, &total);
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      if (first + j < tiles) ranks[first + j] = here;
+      if (first + j < count) ranks[first + j] = here;
       here += rank[j];
     }
     before += total;
@@ -309,7 +346,8 @@ __global__ void __launch_bounds__(kThreads) rank_kernel(const __grid_constant__ 
   State& state = *work.state;
   const Source source = source_of(work);
   const std::int32_t key = key_of(state);
-  visit_pieces(work, source, [&](std::uint32_t tile, const Piece& piece) {
+  const Share share(work.tiles);
+  share.visit(source, [&](std::uint32_t tile, const Piece& piece) {
     std::uint64_t rank = 0;
 #pragma unroll 4
     for (std::uint32_t begin = 0; begin < piece.count; begin += kWarp) {
@@ -319,8 +357,11 @@ __global__ void __launch_bounds__(kThreads) rank_kernel(const __grid_constant__ 
     }
     if (lane_of_thread() == 0) work.ranks[tile] = rank;
   });
+  __syncthreads();
+  const std::uint64_t of_block = sum_ranks(work.ranks + share.begin, share.end - share.begin);
+  if (threadIdx.x == 0) work.ranks_of_blocks[blockIdx.x] = of_block;
   if (!is_last_block(&state.finished[1 + kRadixRounds])) return;
-  const std::uint64_t total = sum_ranks(work.ranks, work.tiles);
+  const std::uint64_t total = sum_ranks(work.ranks_of_blocks, gridDim.x);
   if (threadIdx.x != 0) return;
   const bool is_accepted = state.verdict == Verdict::kAccept;
   state.equal = is_accepted ? static_cast<std::uint32_t>(total >> 32) : static_cast<std::uint32_t>(work.job.k - state.prefix.above);
@@ -337,8 +378,9 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
   const Source source = source_of(work);
   const std::int32_t key = key_of(state);
   const std::uint32_t own = 1u << lane_of_thread();
-  visit_pieces(work, source, [&](std::uint32_t tile, const Piece& piece) {
-    const std::uint64_t rank = work.ranks[tile];
+  const std::uint64_t before = work.ranks_of_blocks[blockIdx.x];
+  Share(work.tiles).visit(source, [&](std::uint32_t tile, const Piece& piece) {
+    const std::uint64_t rank = before + work.ranks[tile];
     std::uint32_t above = static_cast<std::uint32_t>(rank), equal = static_cast<std::uint32_t>(rank >> 32);  // in what is before
     for (std::uint32_t begin = 0; begin < piece.count; begin += kWarp) {
       const std::uint32_t i = begin + lane_of_thread();
@@ -368,22 +410,27 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
 int topk_cuda(const TopkJob& job, std::int32_t* report, bool is_reusing, void* stream) {
   const auto numel = static_cast<std::uint32_t>(job.numel), tiles = static_cast<std::uint32_t>(topk_tiles(job.numel));
   Work work{job, report, is_reusing && report != nullptr, numel, tiles, static_cast<std::uint32_t>(topk_candidates(job.numel, job.k)),
-            nullptr, nullptr, nullptr, nullptr, nullptr, SamplePlan(job.numel, job.k, std::size_t{kSampleThreads} * kSampleEach)};
+            nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, SamplePlan(job.numel, job.k, std::size_t{kSampleThreads} * kSampleBlocks)};
   const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(job.workspace) + 15) / 16 * 16;
   work.state = reinterpret_cast<State*>(begin);
   work.pieces = reinterpret_cast<Piece*>(begin + kTopkStateBytes - 16);
   work.ranks = reinterpret_cast<std::uint64_t*>(work.pieces + tiles);
-  work.values = reinterpret_cast<float*>(work.ranks + tiles);
+  work.ranks_of_blocks = work.ranks + tiles;  // no more blocks than tiles
+  work.values = reinterpret_cast<float*>(work.ranks_of_blocks + tiles);
   work.indices = reinterpret_cast<std::int32_t*>(work.values + work.capacity);
-  unsigned blocks = 0;
+  unsigned blocks = 0, digit_blocks = 0;
   cudaError_t error = count_blocks(std::size_t{tiles} * kThreads, kBlocksPerMultiprocessor, &blocks);
-  if (error != cudaSuccess) return error;
-  error = cudaMemsetAsync(work.state, 0, sizeof(State), static_cast<cudaStream_t>(stream));
-  if (error == cudaSuccess) error = launch_kernel(&sample_kernel, 1, kSampleThreads, stream, work);
-  const auto collect = job.residual != nullptr ? &collect_kernel<true> : &collect_kernel<false>;
-  for (const auto kernel : {collect, &digit_kernel<0>, &digit_kernel<1>, &digit_kernel<2>, &rank_kernel, &write_kernel}) {
-    if (error == cudaSuccess) error = launch_kernel(kernel, blocks, kThreads, stream, work);
-  }
+  if (error == cudaSuccess) error = count_blocks(std::size_t{tiles} * kThreads, 2, &digit_blocks);  // each adds its bins to those of all
+  if (error == cudaSuccess) error = cudaMemsetAsync(work.state, 0, sizeof(State), static_cast<cudaStream_t>(stream));
+  const bool has_residual = job.residual != nullptr;
+  const auto queue = [&](auto kernel, unsigned count, int threads) {
+    if (error == cudaSuccess) error = launch_kernel(kernel, count, threads, stream, work);
+  };
+  queue(has_residual ? &sample_kernel<true> : &sample_kernel<false>, kSampleBlocks, kSampleThreads);
+  queue(has_residual ? &collect_kernel<true> : &collect_kernel<false>, blocks, kThreads);
+  for (const auto kernel : {&digit_kernel<0>, &digit_kernel<1>, &digit_kernel<2>}) queue(kernel, digit_blocks, kThreads);
+  queue(&rank_kernel, blocks, kThreads);
+  queue(&write_kernel, blocks, kThreads);
   return error;
 }
 
