@@ -29,20 +29,27 @@ def one_session() -> Iterator[None]:
     It has no setting for this, so the name by which it starts processes means another function meanwhile. A torch
     without that name starts them as it does: that is slower, and nothing else.
     """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as torch_module
-
-    name = "Popen"
-    popen = getattr(torch_module, name, None)
+    starter = _starter_of_torch()
+    popen = getattr(starter, "Popen", None)
     if popen is None:
         yield
         return
     reads_terminal = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # inherited by the ranks
-    setattr(torch_module, name, _start)
+    starter.Popen = _start
     try:
         yield
     finally:
-        setattr(torch_module, name, popen)
+        starter.Popen = popen
         signal.signal(signal.SIGTTIN, reads_terminal)
+
+
+def _starter_of_torch() -> Any:
+    """Returns the module that starts the processes of torch's launcher, None if it is not where it was."""
+    try:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    except ImportError:
+        return None
+    return subprocess_handler
 
 
 def _start(*args: Any, start_new_session: bool = False, **options: Any) -> subprocess.Popen[Any]:

@@ -75,12 +75,13 @@ def run_job(arguments: Sequence[str]) -> int:
     if local_world_size < 1:
         raise ConfigError(f"-n: expected at least 1 rank, got {local_world_size}")
     settings.nproc_per_node = str(local_world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local_world_size)))
+    cores = available_cores()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_world_size)))
     try:
         with contextlib.ExitStack() as stack:
             if settings.log_dir is None:  # torchrun leaves a directory in /tmp behind, with how the ranks failed
                 settings.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="pycomm-run-"))
-            if local_world_size > available_cores():
+            if local_world_size > cores:
                 stack.enter_context(one_session())
             run(settings)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
