@@ -56,7 +56,6 @@ class Outcome(NamedTuple):
 def load_suite(backend: str = "gloo") -> Any:
     """Returns the suite's module, loaded as for ``backend``, anew: it asks for that while it is loaded."""
     os.environ["BACKEND"] = backend
-    os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     name = "torch.testing._internal.distributed.distributed_test"
@@ -190,6 +189,13 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     arguments = parsed()
     os.environ["WORLD_SIZE"] = str(arguments.n)
+    with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
+        os.environ["TEMP_DIR"] = folder  # the suite opens a lock there as it is loaded; each test has its own
+        return run_all(arguments)
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """Runs the tests, prints how each ended, and returns the exit code."""
     suite = load_suite()
     counts: Counter[str] = Counter()
     bad, only_mpi = 0, []
