@@ -1,6 +1,7 @@
 """The native core (csrc/), by pybind11."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -126,7 +127,9 @@ class Packer:
 # -- the front of a verb ----------------------------------------------------------------------------------------------
 
 class Verb:
-    def __init__(self, function: Callable[..., Any], state: object, short_cut: str, takes_group: bool) -> None: ...
+    def __init__(
+        self, function: Callable[..., Any], state: object, short_cut: str, takes_group: bool, handle: type | None
+    ) -> None: ...
     def __call__(self, *args: Any, **keywords: Any) -> Any: ...
 
 # -- the short cut of transports that compare by frames ---------------------------------------------------------------
@@ -171,11 +174,19 @@ class ShmHeaps:
     def allocate(self, bytes: int) -> ShmBlock: ...
 
 class ShmMessage:
+    _value: Any
+    _group: Any
+    _verb: str
+    _error: BaseException | None
+    _future: Future[Any] | None
+    _is_done: bool
+    _is_asked: bool
     @property
     def source(self) -> int: ...
+    def is_completed(self) -> bool: ...
     def test(self) -> bool: ...
-    def wait(self, timeout_s: float | None = None, /) -> None: ...
-    def settle(self) -> None: ...
+    def wait(self, timeout: float | timedelta | None = None) -> bool: ...
+    def settle(self, timeout: float | timedelta | None = None) -> bool: ...
 
 class BoardLog:
     def begin(

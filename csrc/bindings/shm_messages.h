@@ -20,14 +20,12 @@ struct Cut {
 
 inline Cut& cut_of(PyObject* self) { return *static_cast<Cut*>(PyCapsule_GetPointer(self, nullptr)); }
 
-void bind_messages(pybind11::module_& m);
-
-// A message under way, pycomm._native.ShmMessage, which keeps `tensor` alive. Null, and a Python error set, if it can't be started.
+// Starts a message; its handle (message_handle.h) keeps `tensor` alive. Null, and a Python error set, if it can't be started.
 PyObject* start_message(std::shared_ptr<shm::Group> group, bool is_send, void* data, std::size_t bytes, int peer, std::int64_t tag,
                         PyObject* tensor);
 
-// The short cuts send, recv, isend and irecv: of a plain tensor, a rank of the group (any, for None), and a tag. The last
-// two answer the message, the one before the rank that sent it.
+// The short cuts send, recv, isend and irecv: of a plain tensor, a rank of the group (any, for None), and a tag. `recv` answers the rank
+// that sent it; the last two, which take a class of handles and pycomm's Group besides, a handle.
 PyObject* fast_send(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* fast_recv(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* fast_isend(PyObject* self, PyObject* const* args, Py_ssize_t count);

@@ -2,6 +2,7 @@
 // in the file: so the bindings are compiled as two, this one and unit_kernels.cpp.
 #include "board.cpp"
 #include "frames.cpp"
+#include "message_handle.cpp"
 #include "overlap.cpp"
 #include "shm.cpp"
 #include "shm_errors.cpp"

@@ -2,12 +2,13 @@
 //
 // Reaching native code through a Python frame costs as much as a 4-byte all_reduce. So a hot verb is an object whose call
 // goes straight to the group's short cut (`Group.fast_*`, a C function of the transport) with the caller's own arguments,
-// and to the Python function if that answers False: with nothing done, because the call is not an ordinary one.
+// and to the Python function if that answers False: with nothing done, because the call is not an ordinary one. A verb that
+// returns a handle passes the class of it and the group on, behind the caller's arguments.
 #include <pybind11/pybind11.h>
 #include <structmember.h>
 
+#include <algorithm>
 #include <cstddef>
-
 
 namespace py = pybind11;
 
@@ -21,6 +22,7 @@ struct Verb {
   PyObject* state;      // has the default group as its attribute `world`
   PyObject* short_cut;  // name of the group's attribute
   int takes_group;      // whether the arguments mean the same in a group that is named
+  PyObject* handle;     // the class; null if the verb returns none
   PyObject* dict;       // __name__, __doc__, __wrapped__, ...
   PyObject* weakrefs;
 };
@@ -28,38 +30,54 @@ struct Verb {
 PyObject* name_world = nullptr;
 PyObject* name_group = nullptr;
 
-// The group's short cut, or null if the call cannot take one. A new reference; never leaves an error set.
-PyObject* find_short_cut(const Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-  PyObject* group = nullptr;
-  if (keywords == nullptr || PyTuple_GET_SIZE(keywords) == 0) {
-    group = PyObject_GetAttr(self->state, name_world);
-  } else if (self->takes_group && PyTuple_GET_SIZE(keywords) == 1 && PyTuple_GET_ITEM(keywords, 0) == name_group) {
-    group = args[count] == Py_None ? PyObject_GetAttr(self->state, name_world) : Py_NewRef(args[count]);
+constexpr Py_ssize_t kMostWithHandle = 4;
+
+// The group of the call, or null if that cannot take a short cut. A new reference; never leaves an error set.
+PyObject* find_group(const Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  if (keywords == nullptr || PyTuple_GET_SIZE(keywords) == 0) return PyObject_GetAttr(self->state, name_world);
+  if (!self->takes_group || PyTuple_GET_SIZE(keywords) != 1 || PyTuple_GET_ITEM(keywords, 0) != name_group) return nullptr;
+  return args[count] == Py_None ? PyObject_GetAttr(self->state, name_world) : Py_NewRef(args[count]);
+}
+
+// What the short cut answers; False where there is none to take.
+PyObject* take_short_cut(const Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  PyObject* const group = find_group(self, args, count, keywords);
+  if (group == nullptr) Py_RETURN_FALSE;
+  PyObject* answer = nullptr;
+  if (PyObject* const short_cut = PyObject_GetAttr(group, self->short_cut)) {
+    if (self->handle == nullptr) {
+      answer = PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
+    } else if (count <= kMostWithHandle) {
+      PyObject* extended[kMostWithHandle + 2];
+      std::copy(args, args + count, extended);
+      extended[count] = self->handle;
+      extended[count + 1] = group;
+      answer = PyObject_Vectorcall(short_cut, extended, static_cast<size_t>(count) + 2, nullptr);
+    } else {
+      answer = Py_NewRef(Py_False);
+    }
+    Py_DECREF(short_cut);
+  } else {
+    PyErr_Clear();  // a torch ProcessGroup, for one
+    answer = Py_NewRef(Py_False);
   }
-  if (group == nullptr) return nullptr;
-  PyObject* const short_cut = PyObject_GetAttr(group, self->short_cut);
   Py_DECREF(group);
-  if (short_cut == nullptr) PyErr_Clear();  // a torch ProcessGroup, for one
-  return short_cut;
+  return answer;
 }
 
 PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, PyObject* keywords) {
   auto* const self = reinterpret_cast<Verb*>(object);
-  const Py_ssize_t count = PyVectorcall_NARGS(flagged_count);
-  if (PyObject* const short_cut = find_short_cut(self, args, count, keywords)) {
-    PyObject* const answer = PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
-    Py_DECREF(short_cut);
-    if (answer != Py_True && answer != Py_False) return answer;  // what the call results in, or null
-    Py_DECREF(answer);
-    if (answer == Py_True) Py_RETURN_NONE;
-  }
+  PyObject* const answer = take_short_cut(self, args, PyVectorcall_NARGS(flagged_count), keywords);
+  if (answer != Py_True && answer != Py_False) return answer;  // what the call results in, or null
+  Py_DECREF(answer);
+  if (answer == Py_True) Py_RETURN_NONE;
   return PyObject_Vectorcall(self->function, args, flagged_count, keywords);
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *function, *state, *short_cut;
+  PyObject *function, *state, *short_cut, *handle;
   int takes_group;
-  if (!PyArg_ParseTuple(args, "OOUp:Verb", &function, &state, &short_cut, &takes_group)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOUpO:Verb", &function, &state, &short_cut, &takes_group, &handle)) return nullptr;
   auto* const self = reinterpret_cast<Verb*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = call;
@@ -67,6 +85,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->state = Py_NewRef(state);
   self->short_cut = Py_NewRef(short_cut);
   self->takes_group = takes_group;
+  if (handle != Py_None) self->handle = Py_NewRef(handle);
   PyUnicode_InternInPlace(&self->short_cut);
   self->dict = PyDict_New();
   return reinterpret_cast<PyObject*>(self);
@@ -76,6 +95,7 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* const self = reinterpret_cast<Verb*>(object);
   Py_VISIT(self->function);
   Py_VISIT(self->state);
+  Py_VISIT(self->handle);
   Py_VISIT(self->dict);
   Py_VISIT(Py_TYPE(object));
   return 0;
@@ -86,6 +106,7 @@ int clear(PyObject* object) {
   Py_CLEAR(self->function);
   Py_CLEAR(self->state);
   Py_CLEAR(self->short_cut);
+  Py_CLEAR(self->handle);
   Py_CLEAR(self->dict);
   return 0;
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,33 +17,36 @@ from ..errors import ConfigError
 from ..transport.base import FIRST_OWN_TAG
 from .context import resolve, root_rank, state
 from .group import Group
+from .message_work import MessageWork, NativeWork, NativeWorkInGroup, RequestWork
 from .tensors import as_tensor, flatten
 from .verbs import with_short_cut
-from .work import RequestWork, Work
+from .work import Work
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "start_message"]
 
 _MAX_TAG = FIRST_OWN_TAG - 1
 
 
+@with_short_cut("fast_isend", takes_group=False, handle=NativeWork)
 def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
     """Starts sending ``tensor``; it must not be changed until the returned Work is complete."""
     g, peer = _whom(group, dst, group_dst)
-    if request := g.fast_isend(tensor, peer, tag):
-        return RequestWork(g, "isend", peer, request, tensor)
+    if work := g.fast_isend(tensor, peer, None, tag, NativeWork, g):
+        return cast(Work, work)
     g = resolve(group)
     with g.scope("isend"):
         return _start(g, "isend", tensor, root_rank(g, dst, group_dst, "dst"), tag)
 
 
+@with_short_cut("fast_irecv", takes_group=False, handle=NativeWork)
 def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> Work:
     """Starts receiving into ``tensor``, from any rank if no source is given.
 
     The data is there once the Work was waited on.
     """
     g, peer = _whom(group, src, group_src)
-    if request := g.fast_irecv(tensor, peer, tag):
-        return RequestWork(g, "irecv", peer, request, tensor)
+    if work := g.fast_irecv(tensor, peer, None, tag, NativeWork, g):
+        return cast(Work, work)
     g = resolve(group)
     with g.scope("irecv"):
         is_any = src is None and group_src is None
@@ -79,7 +82,7 @@ def recv(
     g = resolve(group)
     work = irecv(tensor, src, g, tag, group_src)
     work.wait(timeout)
-    assert isinstance(work, RequestWork)
+    assert isinstance(work, MessageWork)
     return work.source_rank()
 
 
@@ -118,14 +121,21 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     if not p2p_op_list:
         raise ConfigError("batch_isend_irecv: expected at least one P2POp, got an empty list")
     works: list[Any] = [None] * len(p2p_op_list)
-    # Receives first, so that messages find their place waiting.
-    for verb, start in (("irecv", irecv), ("isend", isend)):
-        for index, message in enumerate(p2p_op_list):
-            if message.op.__name__ == verb:
-                # torch's P2POp fills in both ranks; the global one says it all.
-                group_peer = message.group_peer if message.peer is None else None
-                works[index] = start(message.tensor, message.peer, message.group, message.tag, group_peer)
+    sends: list[int] = []
+    for index, message in enumerate(p2p_op_list):
+        if message.op.__name__ == "irecv":  # first, so that messages find their place waiting
+            works[index] = _start_one(irecv, message)
+        else:
+            sends.append(index)
+    for index in sends:
+        works[index] = _start_one(isend, p2p_op_list[index])
     return works
+
+
+def _start_one(start: Callable[..., Work], m: P2POp) -> Work:
+    if m.peer is None:
+        return start(m.tensor, None, m.group, m.tag, m.group_peer)
+    return start(m.tensor, m.peer, m.group, m.tag)  # torch's P2POp fills in both ranks; the global one says it all
 
 
 def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
@@ -137,8 +147,8 @@ def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, t
         if peer is not None and not 0 <= peer < g.world_size:
             raise ConfigError(f"expected a rank of the group, 0 to {g.world_size - 1}, got {peer}")
         short_cut = g.fast_irecv if verb == "irecv" else g.fast_isend
-        if request := short_cut(tensor, peer, tag):
-            return RequestWork(g, verb, peer, request, tensor, is_global=False)
+        if work := short_cut(tensor, peer, None, tag, NativeWorkInGroup, g):
+            return cast(Work, work)
         return _start(g, verb, tensor, peer, tag, in_order=False)
 
 
@@ -170,7 +180,7 @@ def _start(g: Group, verb: str, tensor: Any, peer: int | None, tag: int, in_orde
     else:
         assert peer is not None
         request = g.transport.isend(flat.tensor, peer, tag)
-    return RequestWork(g, verb, peer, request, tensor, flat.finish, is_short_cut=False, is_global=in_order)
+    return RequestWork(g, verb, peer, request, tensor, flat.finish, is_global=in_order)
 
 
 def _check_tag(tag: int) -> None:

@@ -49,12 +49,15 @@ _PLAIN = Options()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def with_short_cut(name: str, takes_group: bool = True) -> Callable[[_Function], _Function]:
-    """Puts the group's short cut ``name`` in front of a verb: a native object that calls the one, or the other."""
+def with_short_cut(name: str, takes_group: bool = True, handle: type | None = None) -> Callable[[_Function], _Function]:
+    """Puts the group's short cut ``name`` in front of a verb: a native object that calls the one, or the other.
+
+    Where the verb returns a ``handle``, its class and the group follow the caller's arguments.
+    """
 
     def decorate(function: _Function) -> _Function:
         try:
-            verb = native().Verb(function, state, name, takes_group)
+            verb = native().Verb(function, state, name, takes_group, handle)
         except NativeUnavailableError:  # then no transport has short cuts either
             return function
         return cast(_Function, functools.update_wrapper(verb, function))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
-from ..collectives.work import RequestWork
+from ..collectives.message_work import MessageWork
 
 if TYPE_CHECKING:
     from ..collectives.work import Work
@@ -110,7 +110,7 @@ class CallWork(TorchWork):
     def source_rank(self) -> int:
         """Returns the rank of the group that a received message came from."""
         (work,) = self._works
-        assert isinstance(work, RequestWork)
+        assert isinstance(work, MessageWork)
         return work.source_rank()
 
     _source_rank = source_rank
@@ -127,7 +127,7 @@ class CallWork(TorchWork):
     def _when_ended(self, tell: Callable[[], None]) -> None:
         if self.is_completed():
             tell()
-        elif any(isinstance(work, RequestWork) for work in self._works):  # such a one moves when somebody waits
+        elif any(isinstance(work, MessageWork) for work in self._works):  # such a one moves when somebody waits
             threading.Thread(target=self._wait_and_tell, args=(tell,), name="pycomm-message", daemon=True).start()
         else:  # a group's calls end in order: the last one's end is that of all
             teller = self._tellers.teller()

@@ -85,8 +85,9 @@ class Transport(ABC):
     ``fast`` holds short cuts of some verbs: callables that take the *user's own* arguments (any object, not a flat
     tensor) and answer True if that was an ordinary tensor and the collective is done, False if nothing has happened
     yet and the ordinary path must serve (it also words the error). They are what a call of a few hundred nanoseconds
-    is made of. Of messages ``send`` answers True and ``recv`` the source; ``isend`` and ``irecv``, of a tensor, a rank
-    of the group (None: any) and a tag, answer a Request, whose errors say where they happened.
+    is made of. Of messages ``send`` answers True and ``recv`` the source. ``isend`` and ``irecv`` take, behind those
+    arguments, the class of handles that users get, which is derived from the transport's own, and the Group that such a
+    handle asks; they answer one, whose errors say where they happened.
 
     ``messages_are_free`` says that messages move by themselves, and that any thread may start one, at any time: also
     while another is inside a collective.

@@ -1,0 +1,251 @@
+#include "message_handle.h"
+
+#include <structmember.h>
+
+#include <cstddef>
+#include <new>
+#include <utility>
+
+#include "gil.h"
+#include "shm_call.h"
+#include "shm_errors.h"
+
+namespace pycomm {
+namespace {
+
+using shm::Group;
+using shm::Message;
+
+struct Handle {
+  PyObject_HEAD
+  std::shared_ptr<Group> native;
+  std::shared_ptr<Message> message;
+  PyObject* value;
+  PyObject* group;
+  PyObject* error;   // what the message has ended with, if not well
+  PyObject* future;  // made in Python, for who wants one
+  char is_done;      // and this handle knows it
+  char is_asked;     // somebody has been told of the error
+};
+
+PyTypeObject* base_type = nullptr;
+PyObject* name_timeout = nullptr;
+PyObject* name_tell_future = nullptr;
+PyObject* name_left = nullptr;
+
+Handle& handle_of(PyObject* self) { return *reinterpret_cast<Handle*>(self); }
+
+// False, and a Python error set, if it can't be told.
+bool end(PyObject* self) {
+  Handle& handle = handle_of(self);
+  handle.is_done = 1;
+  if (handle.future == nullptr || handle.future == Py_None) return true;
+  PyObject* const told = PyObject_CallMethodNoArgs(self, name_tell_future);
+  Py_XDECREF(told);
+  return told != nullptr;
+}
+
+// For the C++ exception that the mailbox threw. False, and the Python error set, where the message has not failed: only the call's time was over.
+bool end_by_error(PyObject* self) {
+  Handle& handle = handle_of(self);
+  set_python_error();
+  if (!handle.message->error) return false;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  Py_DECREF(type);
+  Py_XDECREF(traceback);
+  Py_XSETREF(handle.error, value);
+  return end(self);
+}
+
+PyObject* raise_error(Handle& handle) {
+  handle.is_asked = 1;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(handle.error)), handle.error);
+  return nullptr;
+}
+
+// Moves what can be moved. False, and a Python error set, if that fails for a reason that is not the message's.
+bool look(PyObject* self) {
+  const Handle& handle = handle_of(self);
+  if (handle.is_done) return true;
+  try {
+    bool is_done = false;
+    {
+      const LazyGilRelease release(handle.message->bytes >= kUnlockedBytes);
+      is_done = handle.native->mailbox().test(handle.message);
+    }
+    return !is_done || end(self);
+  } catch (...) {
+    return end_by_error(self);
+  }
+}
+
+PyObject* is_completed(PyObject* self, PyObject*) {
+  return look(self) ? PyBool_FromLong(handle_of(self).is_done) : nullptr;
+}
+
+PyObject* test_message(PyObject* self, PyObject*) {
+  Handle& handle = handle_of(self);
+  if (!look(self)) return nullptr;
+  return handle.error != nullptr ? raise_error(handle) : PyBool_FromLong(handle.is_done);
+}
+
+// What `wait` was given: nothing, seconds, or what pycomm.config.seconds makes seconds of. False, and a Python error set, if that does not.
+bool read_timeout(PyObject* const* args, Py_ssize_t count, PyObject* keywords, std::int64_t& timeout_ns) {
+  const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+  if (count + named > 1 || (named == 1 && PyUnicode_Compare(PyTuple_GET_ITEM(keywords, 0), name_timeout) != 0)) {
+    PyErr_SetString(PyExc_TypeError, "wait() takes one argument, timeout");
+    return false;
+  }
+  if (count + named == 0 || args[0] == Py_None) return true;
+  try {
+    const auto seconds = pybind11::module_::import("pycomm.config").attr("seconds");
+    timeout_ns = nanoseconds(seconds(pybind11::handle(args[0])).cast<double>());
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+    return false;
+  }
+  return true;
+}
+
+PyObject* wait_for_message(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  Handle& handle = handle_of(self);
+  std::int64_t timeout_ns = handle.native->timeout_ns();
+  if (!read_timeout(args, count, keywords, timeout_ns)) return nullptr;
+  if (!handle.is_done) {
+    try {
+      {
+        const LazyGilRelease release(handle.message->bytes >= kUnlockedBytes);
+        handle.native->mailbox().wait(handle.message, timeout_ns);
+      }
+      if (!end(self)) return nullptr;
+    } catch (const PythonError&) {
+      return nullptr;  // a signal handler raised, and the message is still under way
+    } catch (...) {
+      if (!end_by_error(self)) return nullptr;
+    }
+  }
+  if (handle.error != nullptr) return raise_error(handle);
+  Py_RETURN_TRUE;
+}
+
+PyObject* source_of(PyObject* self, void*) { return PyLong_FromLong(handle_of(self).message->peer); }
+PyObject* verb_of(PyObject* self, void*) { return PyUnicode_InternFromString(handle_of(self).message->is_send ? "isend" : "irecv"); }
+
+PyObject* refuse(PyTypeObject*, PyObject*, PyObject*) {
+  PyErr_SetString(PyExc_TypeError, "the handle of a message is made by isend and irecv");
+  return nullptr;
+}
+
+// Of a user's handle that is dropped before its message has ended, or before anybody heard of the error.
+void finalize(PyObject* self) {
+  const Handle& handle = handle_of(self);
+  if (handle.group == nullptr || (handle.is_done && (handle.error == nullptr || handle.is_asked))) return;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  bool is_well = look(self);
+  if (is_well && !(handle.is_done && handle.error == nullptr)) {
+    PyObject* const left = PyObject_CallMethodNoArgs(self, name_left);
+    Py_XDECREF(left);
+    is_well = left != nullptr;
+  }
+  if (!is_well) PyErr_WriteUnraisable(self);
+  PyErr_Restore(type, value, traceback);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  const Handle& handle = handle_of(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(handle.value);
+  Py_VISIT(handle.group);
+  Py_VISIT(handle.error);
+  Py_VISIT(handle.future);
+  return 0;
+}
+
+// The tensor stays: the message may still be under way.
+int clear(PyObject* self) {
+  Handle& handle = handle_of(self);
+  Py_CLEAR(handle.error);
+  Py_CLEAR(handle.future);
+  return 0;
+}
+
+void destroy_handle(PyObject* self) {
+  Handle& handle = handle_of(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  std::destroy_at(&handle.native);
+  std::destroy_at(&handle.message);
+  Py_XDECREF(handle.value);
+  Py_XDECREF(handle.group);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyCFunction method(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"is_completed", is_completed, METH_NOARGS, "See Work.is_completed."},
+    {"wait", method(wait_for_message), METH_FASTCALL | METH_KEYWORDS, "See Work.wait and Request.wait."},
+    {"test", test_message, METH_NOARGS, "See Request.test."},
+    {"settle", method(wait_for_message), METH_FASTCALL | METH_KEYWORDS, "See Request.settle."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyGetSetDef properties[] = {
+    {"source", source_of, nullptr, "The rank that sent the message; -1 until it has come, if any rank may.", nullptr},
+    {"_verb", verb_of, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+PyMemberDef members[] = {
+    {"_value", T_OBJECT, offsetof(Handle, value), READONLY, nullptr},
+    {"_group", T_OBJECT, offsetof(Handle, group), READONLY, nullptr},
+    {"_error", T_OBJECT, offsetof(Handle, error), READONLY, nullptr},
+    {"_future", T_OBJECT, offsetof(Handle, future), 0, nullptr},
+    {"_is_done", T_BOOL, offsetof(Handle, is_done), READONLY, nullptr},
+    {"_is_asked", T_BOOL, offsetof(Handle, is_asked), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(refuse)},
+    {Py_tp_finalize, reinterpret_cast<void*>(finalize)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy_handle)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {Py_tp_members, members},
+    {0, nullptr},
+};
+PyType_Spec spec{"pycomm._native.ShmMessage", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
+
+}  // namespace
+
+PyObject* make_handle(PyTypeObject* type, std::shared_ptr<Group> native, std::shared_ptr<Message> message, PyObject* value, PyObject* group) {
+  if (type == nullptr) type = base_type;
+  PyObject* const self = type->tp_alloc(type, 0);  // zeros
+  if (self == nullptr) return nullptr;
+  Handle& handle = handle_of(self);
+  new (&handle.native) std::shared_ptr<Group>(std::move(native));
+  new (&handle.message) std::shared_ptr<Message>(std::move(message));
+  handle.value = Py_NewRef(value);
+  handle.group = Py_XNewRef(group);
+  return self;
+}
+
+bool is_handle_type(PyObject* object) { return PyType_Check(object) && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(object), base_type); }
+
+void bind_message_handle(pybind11::module_& m) {
+  base_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  name_timeout = PyUnicode_InternFromString("timeout");
+  name_tell_future = PyUnicode_InternFromString("_tell_future");
+  name_left = PyUnicode_InternFromString("_left");
+  if (base_type == nullptr || name_timeout == nullptr || name_tell_future == nullptr || name_left == nullptr) throw pybind11::error_already_set();
+  m.add_object("ShmMessage", pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(base_type)));
+}
+
+}  // namespace pycomm

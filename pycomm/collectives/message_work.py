@@ -1,0 +1,213 @@
+"""Handles of messages. A message moves on when somebody waits or asks, and its handle has a future only if somebody
+wants one: to make that takes longer than a short message.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from ..config import seconds
+from ..errors import CollectiveTimeoutError, NativeUnavailableError, TransportError, forget_locals
+from ..ops import native
+from .work import Work
+
+if TYPE_CHECKING:
+    from .._native import ShmMessage
+    from ..transport.base import Request
+    from .group import Group
+else:
+    try:
+        ShmMessage = native().ShmMessage
+    except NativeUnavailableError:  # then no transport has short cuts either
+        ShmMessage = object
+
+__all__ = ["MessageWork", "NativeWork", "NativeWorkInGroup", "RequestWork"]
+
+_log = logging.getLogger("pycomm")
+_futures = threading.Lock()  # guards which messages have one, and which of those have been told
+
+
+class MessageWork(Work):
+    """A message under way. ``group.orphans`` takes it over if this handle is dropped before it is complete."""
+
+    _group: Group
+    _verb: str  # "isend" or "irecv"
+    _value: Any  # the caller's tensor
+    _is_done: bool
+    _error: BaseException | None
+    _is_global = True  # ``source_rank`` tells global ranks
+    _is_told = False  # the future, of how the message has ended
+
+    @property
+    def _peer(self) -> int | None:
+        """The rank of the group at the other end; None if it may be any."""
+        raise NotImplementedError
+
+    @property
+    def _ending(self) -> Request:
+        """What ends with the message, and keeps its memory alive until then."""
+        raise NotImplementedError
+
+    @property
+    def _description(self) -> str:  # type: ignore[override]
+        g = self._group
+        whom = "any rank" if self._peer is None else f"rank {self._peer}"
+        toward = "from" if self._verb == "irecv" else "to"
+        return f"{self._verb} {toward} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
+
+    @property
+    def future(self) -> Future[Any]:
+        with _futures:
+            if self._future is None:
+                self._future = Future()
+        if self._is_done:
+            self._tell_future()
+        return self._future
+
+    def result(self, timeout: float | timedelta | None = None) -> Any:
+        self.wait(timeout)
+        return self._value
+
+    def exception(self) -> BaseException | None:
+        if not self.is_completed():
+            return None
+        self._is_asked = True
+        return self._error
+
+    def source_rank(self) -> int:
+        """Returns the global rank that the message came from. Raises TransportError before it is complete."""
+        if not self._is_done:
+            raise TransportError(f"{self._description} is not complete; wait first")
+        source = getattr(self._ending, "source", -1)
+        return self._group.ranks[source] if self._is_global else source
+
+    _source_rank = source_rank  # as torch.distributed spells it
+
+    def _tell_future(self) -> None:
+        with _futures:
+            is_told, self._is_told = self._is_told, True
+        if is_told:
+            return
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self.future.set_result(self._value)
+
+    def _left(self) -> None:
+        """As the handle is dropped: nobody has waited until the message ended, or heard how."""
+        if not self._is_done:
+            # Its memory is in use until the message is complete, and a transport may call back what nobody holds.
+            orphans = self._group.orphans
+            orphans[:] = [request for request in orphans if not _has_ended(request)]
+            orphans.append(self._ending)
+        elif self._error is not None and not self._is_asked:
+            _log.error("%s failed, and its handle was dropped without a wait: %s", self._description, self._error)
+
+
+class RequestWork(MessageWork):
+    """A message of any transport."""
+
+    _future: Future[Any] | None = None
+    _is_asked = False
+    _is_done = False
+    _error: BaseException | None = None
+
+    def __init__(
+        self,
+        group: Group,
+        verb: str,
+        peer: int | None,
+        request: Request,
+        result: Any,
+        finish: Callable[[], None] | None = None,
+        *,
+        is_global: bool = True,
+    ) -> None:
+        """``finish`` copies what came to where the caller wants it."""
+        self._group = group
+        self._verb = verb
+        self._whom = peer
+        self._request = request
+        self._value = result
+        self._finish = finish
+        self._is_global = is_global
+        self._lock = threading.Lock()  # held by the thread that moves the message on
+
+    @property
+    def _peer(self) -> int | None:
+        return self._whom
+
+    @property
+    def _ending(self) -> Request:
+        return self._request
+
+    def __del__(self) -> None:
+        self._left()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        if not self._is_done:
+            timeout_s = None if timeout is None else seconds(timeout)
+            with self._lock:
+                if not self._is_done:
+                    self._move(self._request.wait, timeout_s)
+        if self._error is not None:
+            self._is_asked = True
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._is_done and self._lock.acquire(blocking=False):
+            try:
+                if not self._is_done:
+                    self._move(self._request.test)
+            finally:
+                self._lock.release()
+        return self._is_done
+
+    def _move(self, move: Callable[..., bool | None], *timeout_s: float | None) -> None:
+        """Runs the request's ``test`` or ``wait``, and completes the message unless that says False."""
+        try:
+            with self._group.scope(self._verb):
+                is_done = move(*timeout_s)
+                if is_done is not False and self._finish is not None:
+                    self._finish()
+        except CollectiveTimeoutError:
+            raise  # the message is still under way
+        except Exception as error:
+            forget_locals(error)
+            self._error = error
+            is_done = True
+        if is_done is not False:
+            self._is_done = True
+            if self._future is not None:
+                self._tell_future()
+
+
+class NativeWork(ShmMessage, MessageWork):
+    """A message of a short cut: to wait for it, to ask and to drop it is native (``message_handle.cpp``)."""
+
+    @property
+    def _peer(self) -> int | None:
+        return None if self.source < 0 else self.source
+
+    @property
+    def _ending(self) -> Request:
+        return cast("Request", self)  # it has what one has
+
+
+class NativeWorkInGroup(NativeWork):
+    """One whose ``source_rank`` is a rank of the group."""
+
+    _is_global = False
+
+
+def _has_ended(request: Request) -> bool:
+    try:
+        return request.test()
+    except Exception:  # nobody is left to be told
+        return True

@@ -1,0 +1,164 @@
+"""The handles of messages: one law for those that are Python's and those of the short cuts, which are native."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from harness import run_ranks, transport_params, wait_until
+from pycomm import ConfigError, PeerLostError
+from pycomm.collectives.message_work import NativeWork
+
+EVERYWHERE = transport_params()
+FAILING = [param for param in EVERYWHERE if param.values[0] != "mpi"]  # whose other ranks go on where one fails
+
+
+def answer(tensor: torch.Tensor) -> None:
+    """What rank 1 does until rank 0 says so: then it sends ``tensor`` to it."""
+    pycomm.recv(torch.zeros(1), 0, tag=1)
+    pycomm.send(tensor, 0)
+
+
+def ask() -> None:
+    pycomm.send(torch.zeros(1), 1, tag=1)
+
+
+def wait_in_every_way(rank: int) -> None:
+    for _ in range(5):
+        if rank == 1:
+            answer(torch.full((3,), 7.0))
+            continue
+        got = torch.zeros(3)
+        work = pycomm.irecv(got, 1)
+        assert isinstance(work, pycomm.Work)
+        assert not work.is_completed() and work.exception() is None and not work.is_success()
+        with pytest.raises(
+            pycomm.TransportError, match="irecv from rank 1 of group 'world' on rank 0 of 2 is not complete"
+        ):
+            work.source_rank()  # type: ignore[attr-defined]
+        seen: list[Any] = []
+        early = work.then(lambda w, seen=seen: seen.append(w.result().tolist()))
+        threads = [threading.Thread(target=lambda w=work, seen=seen: seen.append(w.wait(100))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        ask()
+        assert work.wait() is True and work.wait(timeout=100) is True and work.wait(timedelta(seconds=9)) is True
+        for thread in threads:
+            thread.join()
+        early.wait()
+        assert sorted(map(str, seen)) == ["True", "True", "[7.0, 7.0, 7.0]"]
+        assert work.result() is got and work.is_completed() and work.is_success() and work.exception() is None
+        assert work.then(lambda w: w.result().sum().item()).result() == 21.0
+        assert work.source_rank() == 1  # type: ignore[attr-defined]
+        assert work.future.result() is got
+        work.synchronize()
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_waits_futures_and_results(transport: str) -> None:
+    run_ranks(2, wait_in_every_way, transport=transport)
+
+
+def make_mistakes(rank: int) -> None:
+    if rank == 1:
+        return answer(torch.zeros(2))
+    work = pycomm.irecv(torch.zeros(2), 1)
+    for timeout in (0, -1.0, float("nan"), True, "soon"):
+        with pytest.raises(ConfigError, match="timeout: expected"):
+            work.wait(timeout)  # type: ignore[arg-type]
+    for arguments, named in (((1, 2), {}), ((), {"seconds": 1}), ((1,), {"timeout": 1})):
+        with pytest.raises(TypeError):
+            work.wait(*arguments, **named)
+    ask()
+    work.wait()
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_mistakes_are_errors_and_leave_the_message(transport: str) -> None:
+    run_ranks(2, make_mistakes, transport=transport)
+
+
+def drop_what_is_under_way(rank: int) -> None:
+    if rank == 1:
+        answer(torch.full((3,), 7.0))
+        for _ in range(100):
+            pycomm.recv(torch.zeros(3), 0, tag=2)
+        return
+    group = pycomm.get_group()
+    array = np.zeros(3, np.float32)
+    memory = weakref.ref(array)
+    work = pycomm.irecv(torch.from_numpy(array), 1)
+    del array, work
+    gc.collect()
+    kept = memory()
+    assert kept is not None, "the message would come into another's memory"
+    ask()
+    for _ in range(100):
+        pycomm.isend(torch.ones(3), 1, tag=2)
+        assert len(group.orphans) <= 101
+    pycomm.isend(torch.ones(3), 0, tag=3)  # to itself: under way as long as nobody takes it, so that the next one looks
+    pycomm.recv(torch.zeros(3), 0, tag=3)
+    assert (kept == 7.0).all()
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_a_dropped_handle_keeps_its_tensor_until_the_message_is_there(transport: str) -> None:
+    run_ranks(2, drop_what_is_under_way, transport=transport)
+
+
+def lose_the_peer(rank: int) -> None:
+    if rank == 1:
+        return  # closes its group
+    works = [pycomm.irecv(torch.zeros(3), 1, tag=tag) for tag in range(3)]
+    following = works[0].then(lambda work: work.exception())
+    for work in works[:2]:
+        with pytest.raises(PeerLostError) as caught:
+            work.wait()
+        with pytest.raises(PeerLostError) as again:
+            work.result()
+        assert again.value is caught.value is work.exception()
+        assert work.is_completed() and not work.is_success()
+    assert following.result() is works[0].exception()
+    late = works[1].then(lambda work: work.is_success())
+    assert late.result() is False
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pycomm").addHandler(handler)
+    try:
+        wait_until(works[2].is_completed)  # all have failed
+        ends = [weakref.ref(work) for work in works]
+        del works, work, caught, again, following, late
+        gc.collect()
+    finally:
+        logging.getLogger("pycomm").removeHandler(handler)
+    assert [end() for end in ends] == [None] * 3, "a handle and its error's frames hold each other"
+    assert len(lines) == 1 and "irecv from rank 1" in lines[0] and "dropped without a wait" in lines[0], lines
+
+
+@pytest.mark.parametrize("transport", FAILING)
+def test_errors_are_kept_told_once_and_let_go(transport: str) -> None:
+    run_ranks(2, lose_the_peer, transport=transport)
+
+
+def take_the_short_cut(rank: int) -> None:
+    work = pycomm.isend(torch.ones(2), 1 - rank)
+    pycomm.recv(torch.zeros(2), 1 - rank)
+    work.wait()
+    assert isinstance(work, NativeWork)
+    with pytest.raises(TypeError, match="made by isend and irecv"):
+        NativeWork()
+
+
+def test_plain_tensors_over_shared_memory_have_native_handles() -> None:
+    run_ranks(2, take_the_short_cut, transport="shm")
