@@ -51,7 +51,7 @@ void bind_board(py::module_& m) {
       .def("begin",
            [](Log& log, int verb, int op, int dtype, int algorithm, bool is_plan, int root, std::uint64_t numel, std::uint64_t bytes, std::uint64_t seq) {
              const auto code = [](int value) { return static_cast<std::uint8_t>(value); };
-             return log.begin({code(verb), code(op), code(dtype), code(is_plan ? shm::kIsPlan : 0), code(algorithm), root, numel, bytes}, seq);
+             return log.begin({code(verb), code(op), code(dtype), code(is_plan ? shm::kIsPlan : 0), code(algorithm), root, numel, bytes}, seq, log.ticks());
            })
       .def("end", [](Log& log, std::uint64_t wire_bytes, bool has_failed) {
              if (has_failed) log.fail();

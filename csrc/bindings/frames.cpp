@@ -77,7 +77,7 @@ class FrameCall {
     const std::size_t bytes = flat_.bytes();
     if (log_) {
       const std::uint8_t flags = is_framed ? shm::kIsPlan : 0;
-      log_->begin({header_.verb, header_.op, header_.dtype, flags, way.number, 0, flat_.numel, bytes}, seq);
+      log_->begin({header_.verb, header_.op, header_.dtype, flags, way.number, 0, flat_.numel, bytes}, seq, log_->ticks());
     }
     std::memcpy(header_.algorithm, way.name, sizeof way.name);
     std::memcpy(frame_, &header_, sizeof header_);

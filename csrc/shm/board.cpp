@@ -200,7 +200,7 @@ CallClass* Board::find_class(std::uint64_t key) {
   return nullptr;
 }
 
-bool Log::begin(const Call& call, std::uint64_t seq) {
+bool Log::begin(const Call& call, std::uint64_t seq, std::uint64_t start) {
   if (open_ != nullptr) {
     if (open_->seq == 0) {
       open_->seq = seq;
@@ -225,7 +225,7 @@ bool Log::begin(const Call& call, std::uint64_t seq) {
   record.group = group_;
   record.algorithm = call.algorithm;
   record.peer = kNobody;
-  record.start = Board::ticks(board_->has_tsc_);
+  record.start = start;
   store_release(record.stamp, 2 * number + 2);
   entry_.latest = number + 1;
   if (seq != 0) store_release(entry_.seq, seq);
@@ -238,8 +238,7 @@ void Log::end(std::uint64_t wire_bytes) {
   Record& record = *open_;
   open_ = nullptr;
   if ((record.flags & kFailed) == 0) record.peer = kNobody;  // else it goes on saying for whom the call waited in vain
-  const std::uint64_t now = Board::ticks(board_->has_tsc_);
-  store_release(record.end, now);
+  store_release(record.end, ticks());
   if (record.seq != 0) store_release(entry_.ended, record.seq);
   if ((record.flags & kFailed) == 0) tally(record, wire_bytes);
   prefetch_for_write(&board_->record(load_relaxed(board_->header().records)));
@@ -264,7 +263,7 @@ void Log::tally(const Record& record, std::uint64_t wire_bytes) {
 
 void Log::awaits_mail(std::int32_t peer) {
   __atomic_store_n(&entry_.mail_peer, peer < 0 ? kAnybody : peer, __ATOMIC_RELAXED);
-  store_release(entry_.mail_since, Board::ticks(board_->has_tsc_));
+  store_release(entry_.mail_since, ticks());
 }
 
 }  // namespace pycomm::shm

@@ -152,8 +152,9 @@ class Log {
   ~Log() { close(); }
 
   // A call begins. Inside another one (a plan's exchange, inside the plan) this answers false, and writes nothing but the
-  // number of the call, if that was begun without one (0).
-  bool begin(const Call& call, std::uint64_t seq);
+  // number of the call, if that was begun without one (0). `start` are the ticks at which it began.
+  bool begin(const Call& call, std::uint64_t seq, std::uint64_t start);
+  std::uint64_t ticks() const { return Board::ticks(board_->has_tsc_); }  // now
   void end(std::uint64_t wire_bytes = 0);
   void fail() { if (open_ != nullptr) open_->flags |= kFailed; }
   // The call under way waits for rank `peer` from here on.

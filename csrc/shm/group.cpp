@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "../kernels/reduce.h"
 #include "await.h"
@@ -131,7 +132,10 @@ Group::Entry::Entry(Group& group, const Call& call) : group_(group) {
   group.deadline_ = Deadline{call.timeout_ns > 0 ? call.timeout_ns : group.setup_.timeout_ns};
   const bool is_child = forks.load(std::memory_order_relaxed) != group.forks_at_start_;
   if (__builtin_expect(!group.is_closed_ && !is_child && load_acquire(reinterpret_cast<Control*>(group.area_)->failure) == 0, 1)) {
-    if (group.log_ != nullptr) is_recorded_ = group.record(call);
+    if (group.log_ != nullptr) {
+      group.unrecorded_ = &call;
+      group.entered_at_ = group.log_->ticks();
+    }
     return;
   }
   group.is_busy_.store(false, std::memory_order_release);
@@ -140,15 +144,17 @@ Group::Entry::Entry(Group& group, const Call& call) : group_(group) {
   group.waiter_->throw_if_broken(verb);
 }
 
-bool Group::record(const Call& call) {
+void Group::record() {
+  const Call& call = *std::exchange(unrecorded_, nullptr);
   const bool has_parts = call.verb == Verb::kAllGather || call.verb == Verb::kReduceScatter || call.verb == Verb::kGather || call.verb == Verb::kScatter;
   const std::size_t bytes = call.verb == Verb::kNewGroup ? 0 : call.numel * item_bytes(call.dtype) * static_cast<std::size_t>(has_parts ? ranks_ : 1);
-  return log_->begin({static_cast<std::uint8_t>(call.verb), static_cast<std::uint8_t>(call.op), static_cast<std::uint8_t>(call.dtype),
-                      static_cast<std::uint8_t>(call.is_plan ? kIsPlan : 0), 0, call.root, call.numel, bytes}, seq_);
+  is_recorded_ = log_->begin({static_cast<std::uint8_t>(call.verb), static_cast<std::uint8_t>(call.op), static_cast<std::uint8_t>(call.dtype),
+                              static_cast<std::uint8_t>(call.is_plan ? kIsPlan : 0), 0, call.root, call.numel, bytes}, seq_, entered_at_);
 }
 
 Group::Entry::~Entry() {
-  if (is_recorded_) group_.log_->end();
+  if (group_.unrecorded_ != nullptr) group_.record();
+  if (std::exchange(group_.is_recorded_, false)) group_.log_->end();
   // The slot that comes next was read by everybody two calls ago; asking for its lines now, as many as this call took, spares the
   // next call that wait.
   const unsigned char* const next = group_.slot(group_.rank_, group_.seq_ + 1);
@@ -165,6 +171,7 @@ void Group::publish(const Call& call) {
   mine.factor = call.factor;
   store_release(mine.seq, seq_);
   waiter_->published();
+  if (unrecorded_ != nullptr) record();  // while the header is on its way to the others
 }
 
 int Group::count_shared() const {
@@ -174,6 +181,9 @@ int Group::count_shared() const {
 }
 
 void Group::meet(const Call& call, std::size_t payload_bytes) {
+  // To look at once takes the header's line from a rank that is about to write it, and who comes at the same time is: on two ranks of
+  // Sapphire Rapids all_reduces of 256 B to 2 KiB take 0.8 of the time with a pause first, of 4 KiB 0.9.
+  if (!take_turns()) pause();
   await_all([this](int r) -> std::uint64_t& { return header(r).seq; }, seq_, verb_name(call.verb), payload_bytes);
   const std::uint64_t mine = encode(call);
   bool agree = true;

@@ -147,7 +147,6 @@ class Group {
 
    private:
     Group& group_;
-    bool is_recorded_ = false;
   };
 
   struct Places {  // where this rank's buffers lie; travels in the header's payload
@@ -276,7 +275,7 @@ class Group {
   void await_ping(int peer, std::uint64_t count, const char* verb);
   std::uint32_t time_pings(int peer, const char* verb);
   std::uint32_t time_exchanges(int peer, bool streams, const char* verb);
-  bool record(const Call& call);  // on the board; false inside a call that is there already
+  void record();  // the call that was entered on the board, unless it is inside one that is there already
   void step_aside(std::uint32_t cpu);  // to a core with fewer ranks, if this one has too many
   void settle(int core);               // on the core of that number among those that this thread may use, if it is elsewhere
 
@@ -287,6 +286,9 @@ class Group {
   std::unique_ptr<Mapping> mapping_;
   unsigned char* area_;
   std::shared_ptr<Log> log_;  // null while nothing is recorded
+  const Call* unrecorded_ = nullptr;  // the call under way, until it is on the board,
+  std::uint64_t entered_at_ = 0;      // since so many ticks
+  bool is_recorded_ = false;
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Mailbox> mailbox_;
   std::uint64_t seq_ = 0;      // of the collective under way, or the last one
