@@ -12,6 +12,7 @@
 #include "await.h"
 #include "process.h"
 #include "stores.h"
+#include "swaps.h"
 
 namespace pycomm::shm {
 namespace {
@@ -192,8 +193,8 @@ void Group::meet(const Call& call, std::size_t payload_bytes) {
 }
 
 void Group::report_mismatch(const Call& call) {
-  // Some ranks have staged something for this call and some have not; all go on behind it.
-  window_ += 2;
+  // Some ranks have staged and told of something for this call and some have not; all go on behind it.
+  window_ += kMostSteps + 1;
   cursor_ = 0;
   if (log_ != nullptr) log_->fail();
   std::vector<std::pair<std::uint64_t, std::uint64_t>> calls;

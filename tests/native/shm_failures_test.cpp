@@ -95,6 +95,23 @@ void disagree() {
   });
 }
 
+// What two ranks have staged for a call that is refused must not pass for a part of the next one.
+void disagree_about_lengths() {
+  Host host(2);
+  host.choices.swaps = true;
+  run("mismatch of two", host, [](int rank, Group& world) {
+    for (const std::size_t refused : {100, 1500, 33'000, 70'000}) {
+      std::vector<float> wrong(refused + static_cast<std::size_t>(rank), 1.0f);
+      expect_throw<Mismatch>("lengths", [&] { world.all_reduce(wrong.data(), wrong.data(), call_of(Verb::kAllReduce, wrong.size())); });
+      for (const std::size_t numel : {70'000, 1500}) {
+        std::vector<float> ones(numel, 1.0f);
+        world.all_reduce(ones.data(), ones.data(), call_of(Verb::kAllReduce, numel));
+        expect(ones == std::vector<float>(numel, 2.0f), "and its regions are in step");
+      }
+    }
+  });
+}
+
 void interrupt() {
   Host host(2);
   std::atomic<bool> has_left{false};
@@ -159,6 +176,7 @@ void test_failures() {
   for (int which = 0; which < kCalls; ++which) die_after(which);
   run_out_of_time();
   disagree();
+  disagree_about_lengths();
   interrupt();
   use_from_two_threads();
   lose_messages();
