@@ -24,7 +24,10 @@ else:
     try:
         ShmMessage = native().ShmMessage
     except NativeUnavailableError:  # then no transport has short cuts either
-        ShmMessage = object
+
+        class ShmMessage:
+            """Nobody makes one."""
+
 
 __all__ = ["MessageWork", "NativeWork", "NativeWorkInGroup", "RequestWork"]
 
