@@ -97,7 +97,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   std::size_t place = is_early ? stage(0, window_) : 0;
   publish(call, mine);
   meet(call);
-  if (count_shared() == ranks_) return all_reduce_in_heaps(call);
+  if (count_shared() == ranks_) return all_reduce_in_heaps(output, input, part_of(call.numel, rank_, ranks_, item), call);
   load_factors(call);
   if (!is_early) place = stage(0, window_);
   for (std::size_t first = 0; first < call.numel; first += piece, ++window_) {

@@ -69,8 +69,9 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
   const bool has_met = mine.are_shared();
   if (has_met) {
     publish(call, mine);
+    const Part part = part_of(call.numel, rank_, ranks_, item);  // while the header is on its way
     meet(call);
-    if (count_shared() == ranks_) return all_reduce_in_heaps(call);
+    if (count_shared() == ranks_) return all_reduce_in_heaps(output, input, part, call);
   }
   const bool is_streamed = output != input && streams_output(bytes);  // in place the lines have just been read
   in_windows(  // in small pieces at any length: it is in place as a rule, and the ranks need not all do it alike
@@ -86,15 +87,17 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
 
 // Every buffer lies where everybody can reach it: each rank adds its part and stores the sum into all outputs. No copy in,
 // 4 x bytes of DRAM traffic in all for two ranks, two synchronizations.
-void Group::all_reduce_in_heaps(const Call& call) {
-  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
-  const Part part = part_of(call.numel, rank_, ranks_, item);
+void Group::all_reduce_in_heaps(unsigned char* output, const unsigned char* input, const Part& part, const Call& call) {
+  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, start = part.start * item;
   load_factors(call);
+  inputs_[rank_] = input + start;
+  outputs_[rank_] = output + start;
   for (int r = 0; r < ranks_; ++r) {
+    if (r == rank_) continue;
     const auto theirs = told<Places>(r);
     const int host_rank = setup_.host_rank_of[r];
-    inputs_[r] = setup_.heaps->address(host_rank, theirs.input, bytes) + part.start * item;
-    outputs_[r] = setup_.heaps->address(host_rank, theirs.output, bytes) + part.start * item;
+    inputs_[r] = setup_.heaps->address(host_rank, theirs.input, bytes) + start;
+    outputs_[r] = setup_.heaps->address(host_rank, theirs.output, bytes) + start;
   }
   pycomm::reduce_to_all(outputs_.data(), ranks_, inputs_.data(), ranks_, part.numel, call.dtype, call.op, factors_.data(), ranks_);
   sync("all_reduce");

@@ -64,6 +64,8 @@ struct Call {
 const char* verb_name(Verb verb);
 bool has_root(Verb verb);
 
+struct Part;  // parts.h
+
 class Group {
  public:
   // Which way of two is the faster one; nothing before it was tried.
@@ -262,7 +264,7 @@ class Group {
   int chains_of(const Call& call) const;
   void add_to_chain(void* staged, const void* input, std::size_t numel, const Call& call, bool is_first);
   void reduce_to_both(void* sum, void* staged, int terms, std::size_t numel, const Call& call);
-  void all_reduce_in_heaps(const Call& call);
+  void all_reduce_in_heaps(unsigned char* output, const unsigned char* input, const Part& part, const Call& call);  // `part` is this rank's
   // Does the same in two ways by turns, all ranks at once; whether the second takes less time. Nothing if a rank could not.
   template <class One, class Other>
   std::optional<bool> is_faster(const char* verb, One one, Other other);
