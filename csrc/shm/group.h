@@ -265,9 +265,10 @@ class Group {
   void add_to_chain(void* staged, const void* input, std::size_t numel, const Call& call, bool is_first);
   void reduce_to_both(void* sum, void* staged, int terms, std::size_t numel, const Call& call);
   void all_reduce_in_heaps(unsigned char* output, const unsigned char* input, const Part& part, const Call& call);  // `part` is this rank's
-  // Does the same in two ways by turns, all ranks at once; whether the second takes less time. Nothing if a rank could not.
+  // Does the same in two ways by turns, all ranks at once; whether the second takes less than that share of the first one's time. Nothing
+  // if a rank could not.
   template <class One, class Other>
-  std::optional<bool> is_faster(const char* verb, One one, Other other);
+  std::optional<bool> is_faster(const char* verb, One one, Other other, double share = 1.0);
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);

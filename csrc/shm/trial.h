@@ -10,7 +10,7 @@ namespace pycomm::shm {
 inline constexpr int kTrials = 4, kRepeats = 2;
 
 template <class One, class Other>
-std::optional<bool> Group::is_faster(const char* verb, One one, Other other) {
+std::optional<bool> Group::is_faster(const char* verb, One one, Other other, double share) {
   std::int64_t best_ns[] = {INT64_MAX, INT64_MAX};
   for (int trial = 0; trial < kTrials; ++trial) {
     for (const bool is_other : {false, true}) {
@@ -30,7 +30,7 @@ std::optional<bool> Group::is_faster(const char* verb, One one, Other other) {
     other_ns += ping(r).exchange_ns[true];
   }
   sync(verb);  // nobody measures anything else before all have read
-  return other_ns < one_ns;
+  return static_cast<double>(other_ns) < share * static_cast<double>(one_ns);
 }
 
 }  // namespace pycomm::shm
