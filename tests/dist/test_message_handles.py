@@ -61,6 +61,7 @@ def wait_in_every_way(rank: int) -> None:
         assert work.source_rank() == 1  # type: ignore[attr-defined]
         assert work.future.result() is got
         work.synchronize()
+    pycomm.barrier()
 
 
 @pytest.mark.parametrize("transport", EVERYWHERE)
@@ -68,9 +69,10 @@ def test_waits_futures_and_results(transport: str) -> None:
     run_ranks(2, wait_in_every_way, transport=transport)
 
 
-def make_mistakes(rank: int) -> None:
+def make_mistakes(rank: int) -> Any:
     if rank == 1:
-        return answer(torch.zeros(2))
+        answer(torch.zeros(2))
+        return pycomm.barrier()
     work = pycomm.irecv(torch.zeros(2), 1)
     for timeout in (0, -1.0, float("nan"), True, "soon"):
         with pytest.raises(ConfigError, match="timeout: expected"):
@@ -80,6 +82,7 @@ def make_mistakes(rank: int) -> None:
             work.wait(*arguments, **named)
     ask()
     work.wait()
+    pycomm.barrier()
 
 
 @pytest.mark.parametrize("transport", EVERYWHERE)
@@ -92,7 +95,8 @@ def drop_what_is_under_way(rank: int) -> Any:
         answer(torch.full((3,), 7.0))
         for _ in range(100):
             pycomm.recv(torch.zeros(3), 0, tag=2)
-        return pycomm.barrier()
+        pycomm.barrier()
+        return pycomm.recv(torch.zeros(1), 0, tag=1)  # and closes its group
     array = np.zeros(3, np.float32)
     memory = weakref.ref(array)
     work = pycomm.irecv(torch.from_numpy(array), 1)
@@ -109,6 +113,7 @@ def drop_what_is_under_way(rank: int) -> Any:
         return memory() is None
 
     wait_until(is_let_go)
+    ask()
 
 
 @pytest.mark.parametrize("transport", EVERYWHERE)
