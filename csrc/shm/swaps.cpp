@@ -6,7 +6,7 @@ namespace pycomm::shm {
 namespace {
 
 constexpr std::size_t kTriedBytes = 256u << 10;
-constexpr double kClearly = 0.9;  // short messages lose half by a wrong choice, and something else may have had a core during the trial
+constexpr double kClearly = 0.9;  // short messages lose a third by a wrong choice, and something else may have had a core during the trial
 
 }  // namespace
 
