@@ -22,6 +22,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from rich.table import Table
 from torch.utils.cpp_extension import load
 
 import pycomm
+from pycomm.cli.bench.worker.timing import back_to_back, sampled
 from pycomm.ops.pack import pack_
 from pycomm.sizes import format_bytes, parse_bytes
 
-Call = Callable[[Any], object]
+Call = Callable[..., object]
 SETS_BYTES = 128 << 20
 MAX_SETS = 16
 ROUNDS = 7
@@ -55,28 +57,22 @@ def of_slowest(clock_ns: list[int]) -> torch.Tensor:
 # -- short messages: beside a bare exchange ----------------------------------------------------------------------------
 
 
-def time_back_to_back(call: Call, arguments: list[Any]) -> float:
+def time_back_to_back(call: Call, arguments: list[tuple[Any, ...]]) -> float:
     """Returns the time of a call, in us, on each of ``arguments`` in turn: the median over chunks of calls."""
-    marks = []
     pycomm.barrier()
-    for _ in range(CHUNKS + 1):
-        for index in range(CHUNK_CALLS):
-            call(arguments[index % len(arguments)])
-        marks.append(time.perf_counter_ns())
+    marks = back_to_back(call, arguments, CHUNKS, CHUNK_CALLS)
     return float(of_slowest(marks).diff().median()) / CHUNK_CALLS / 1000
 
 
-def time_fresh(call: Call, arguments: list[Any], buffers: list[torch.Tensor]) -> float:
+def time_fresh(call: Call, arguments: list[tuple[Any, ...]], buffers: list[torch.Tensor]) -> float:
     """Returns the time of a call, in us, whose buffer is written anew: from the last rank's entry to the last exit."""
     source = torch.ones_like(buffers[0])
-    starts, ends = [], []
-    for index in range(FRESH_CALLS):
-        argument = arguments[index % len(arguments)]
-        buffers[index % len(buffers)].copy_(source)
+
+    def write(buffer: torch.Tensor) -> None:
+        buffer.copy_(source)
         pycomm.barrier()
-        starts.append(time.perf_counter_ns())
-        call(argument)
-        ends.append(time.perf_counter_ns())
+
+    starts, ends = sampled(call, arguments, FRESH_CALLS, [partial(write, buffer) for buffer in buffers])
     return float((of_slowest(ends) - of_slowest(starts)).median()) / 1000
 
 
@@ -94,16 +90,6 @@ class BareExchange:
         """Returns buffer ``index`` of ``rank``."""
         start = self.module.size + (MAX_SETS * rank + index) * self.stride
         return torch.from_numpy(self.memory[start : start + nbytes].view(np.float32))
-
-    def private_call(self, numel: int) -> Call:
-        """Returns the call on the address of a rank's own buffer."""
-        reduce_private = self.module.reduce_private
-        return lambda address: reduce_private(address, numel)
-
-    def shared_call(self, numel: int) -> Call:
-        """Returns the call on the addresses of a rank's own buffer and of the other's."""
-        reduce_shared = self.module.reduce_shared
-        return lambda addresses: reduce_shared(*addresses, numel)
 
 
 def map_of_all(nbytes: int) -> Any:
@@ -127,16 +113,15 @@ def measure_short(bare: BareExchange, nbytes: int) -> list[float]:
     """Returns the medians over rounds, in us, of an all_reduce and of the bare exchange: private, then shared."""
     numel, me = nbytes // 4, pycomm.rank()
     private = [torch.zeros(numel) for _ in range(MAX_SETS)]
-    addresses = [buffer.data_ptr() for buffer in private]
     shared = [pycomm.zeros(numel, shared=True) for _ in range(MAX_SETS)]
     own, others = ([bare.shared_buffer(rank, i, nbytes) for i in range(MAX_SETS)] for rank in (me, 1 - me))
-    pairs = [(mine.data_ptr(), other.data_ptr()) for mine, other in zip(own, others, strict=True)]
+    pairs = [(mine.data_ptr(), other.data_ptr(), numel) for mine, other in zip(own, others, strict=True)]
     rounds = [
         (
-            time_back_to_back(pycomm.all_reduce, private),
-            time_back_to_back(bare.private_call(numel), addresses),
-            time_fresh(pycomm.all_reduce, shared, shared),
-            time_fresh(bare.shared_call(numel), pairs, own),
+            time_back_to_back(pycomm.all_reduce, [(buffer,) for buffer in private]),
+            time_back_to_back(bare.module.reduce_private, [(buffer.data_ptr(), numel) for buffer in private]),
+            time_fresh(pycomm.all_reduce, [(buffer,) for buffer in shared], shared),
+            time_fresh(bare.module.reduce_shared, pairs, own),
         )
         for _ in range(ROUNDS)
     ]

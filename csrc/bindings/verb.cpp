@@ -43,24 +43,16 @@ PyObject* find_group(const Verb* self, PyObject* const* args, Py_ssize_t count, 
 PyObject* take_short_cut(const Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   PyObject* const group = find_group(self, args, count, keywords);
   if (group == nullptr) Py_RETURN_FALSE;
-  PyObject* answer = nullptr;
-  if (PyObject* const short_cut = PyObject_GetAttr(group, self->short_cut)) {
-    if (self->handle == nullptr) {
-      answer = PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
-    } else if (count <= kMostWithHandle) {
-      PyObject* extended[kMostWithHandle + 2];
-      std::copy(args, args + count, extended);
-      extended[count] = self->handle;
-      extended[count + 1] = group;
-      answer = PyObject_Vectorcall(short_cut, extended, static_cast<size_t>(count) + 2, nullptr);
-    } else {
-      answer = Py_NewRef(Py_False);
-    }
-    Py_DECREF(short_cut);
-  } else {
-    PyErr_Clear();  // a torch ProcessGroup, for one
-    answer = Py_NewRef(Py_False);
+  PyObject* extended[kMostWithHandle + 2];
+  if (self->handle != nullptr && count <= kMostWithHandle) {  // of more arguments no short cut knows what to make
+    args = std::copy(args, args + count, extended) - count;
+    extended[count++] = self->handle;
+    extended[count++] = group;
   }
+  PyObject* const short_cut = PyObject_GetAttr(group, self->short_cut);
+  if (short_cut == nullptr) PyErr_Clear();  // a torch ProcessGroup, for one
+  PyObject* const answer = short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
+  Py_XDECREF(short_cut);
   Py_DECREF(group);
   return answer;
 }

@@ -236,9 +236,12 @@ std::size_t Group::take(std::size_t bytes) {
   return place;
 }
 
+void Group::publish_in_windows(const Call& call, const Load& load) {
+  if (!load.has_met) publish(call, Places{});  // none: the header still holds what an earlier call left there
+}
+
 bool Group::meet_in_windows(const Call& call, const Load& load) {
   if (load.has_met) return false;
-  publish(call, Places{});  // none: the header still holds what an earlier call left there
   meet(call);
   return count_shared() == 0;
 }

@@ -217,7 +217,9 @@ class Group {
     bool is_long = false;      // its results leave the caches; as the numbers above the same on every rank
     bool is_streamed = false;  // this rank's `use` writes past the caches
   };
-  // Compares the headers unless that is done; whether everybody's first window has come with them, as all filled theirs before.
+  // Tells of the window that this rank has filled, with its header, unless the ranks have met already.
+  void publish_in_windows(const Call& call, const Load& load);
+  // Then compares the headers; whether everybody's first window has come with them.
   bool meet_in_windows(const Call& call, const Load& load);
   template <class Fill, class Use>
   void in_windows(const Call& call, Load load, Fill fill, Use use);

@@ -41,6 +41,7 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   use_ring();
   Window now = take_window(0);
   for (std::size_t at = 0; at < now.bytes; at += block) apply(fill, now, at);
+  publish_in_windows(call, load);
   bool has_come = meet_in_windows(call, load);
   if (!has_come) publish_window(window_);
   bool is_last = false;

@@ -56,11 +56,10 @@ void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
   };
   use_region();
   fill_first(0, stride);
-  if (!load.has_met) publish(call, Places{});  // none: the header still holds what an earlier call left there
+  publish_in_windows(call, load);
   fill_first(stride, piece);  // while the header is on its way
   if (steps > 1) publish_window(window_ + steps - 1);
-  if (!load.has_met) meet(call);
-  const bool has_come = !load.has_met && count_shared() == 0;  // the first step of every rank, with its header
+  const bool has_come = meet_in_windows(call, load);  // the first step of every rank, with its header
   if (!has_come && steps == 1) publish_window(window_);
   for (std::size_t offset = 0; offset < load.total; offset += piece, ++round_) {
     const std::size_t end = std::min(piece, load.total - offset), next_end = std::min(piece, load.total - offset - end);

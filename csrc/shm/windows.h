@@ -37,6 +37,7 @@ template <class Fill, class Use>
 void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   if (load.total == 0) return;
   if (may_swap(call.verb) && !chosen_.swaps.has_value()) {
+    publish_in_windows(call, load);
     meet_in_windows(call, load);
     load.has_met = true;
     try_swaps(call);

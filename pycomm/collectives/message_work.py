@@ -40,21 +40,13 @@ class MessageWork(Work):
 
     _group: Group
     _verb: str  # "isend" or "irecv"
+    _peer: int | None  # the rank of the group at the other end; None if it may be any
     _value: Any  # the caller's tensor
+    _ending: Request  # ends with the message, and keeps its memory alive until then
     _is_done: bool
     _error: BaseException | None
     _is_global = True  # ``source_rank`` tells global ranks
     _is_told = False  # the future, of how the message has ended
-
-    @property
-    def _peer(self) -> int | None:
-        """The rank of the group at the other end; None if it may be any."""
-        raise NotImplementedError
-
-    @property
-    def _ending(self) -> Request:
-        """What ends with the message, and keeps its memory alive until then."""
-        raise NotImplementedError
 
     @property
     def _description(self) -> str:  # type: ignore[override]
@@ -134,20 +126,12 @@ class RequestWork(MessageWork):
         """``finish`` copies what came to where the caller wants it."""
         self._group = group
         self._verb = verb
-        self._whom = peer
-        self._request = request
+        self._peer = peer
+        self._ending = request
         self._value = result
         self._finish = finish
         self._is_global = is_global
         self._lock = threading.Lock()  # held by the thread that moves the message on
-
-    @property
-    def _peer(self) -> int | None:
-        return self._whom
-
-    @property
-    def _ending(self) -> Request:
-        return self._request
 
     def __del__(self) -> None:
         self._left()
@@ -157,7 +141,7 @@ class RequestWork(MessageWork):
             timeout_s = None if timeout is None else seconds(timeout)
             with self._lock:
                 if not self._is_done:
-                    self._move(self._request.wait, timeout_s)
+                    self._move(self._ending.wait, timeout_s)
         if self._error is not None:
             self._is_asked = True
             raise self._error
@@ -167,7 +151,7 @@ class RequestWork(MessageWork):
         if not self._is_done and self._lock.acquire(blocking=False):
             try:
                 if not self._is_done:
-                    self._move(self._request.test)
+                    self._move(self._ending.test)
             finally:
                 self._lock.release()
         return self._is_done
@@ -195,11 +179,11 @@ class NativeWork(ShmMessage, MessageWork):
     """A message of a short cut: to wait for it, to ask and to drop it is native (``message_handle.cpp``)."""
 
     @property
-    def _peer(self) -> int | None:
+    def _peer(self) -> int | None:  # type: ignore[override]
         return None if self.source < 0 else self.source
 
     @property
-    def _ending(self) -> Request:
+    def _ending(self) -> Request:  # type: ignore[override]
         return cast("Request", self)  # it has what one has
 
 
