@@ -1,11 +1,18 @@
-// The least that an all_reduce of float32 between two ranks takes from Python: one call of a C function, and in it nothing but the stores
-// and loads that such a collective is made of. No checks, no header, no timeout, one element type. For limits.py.
+// The least that an all_reduce of float32, or a broadcast, between two ranks takes from Python: one call of a C function, and in it nothing
+// but the stores and loads that such a collective is made of. No checks, no header, no timeout, one element type. For limits.py.
 //
+// all_reduce
 //   private  copies the buffer into a region, says so, awaits the other rank's and adds it. The regions change hands in the next call, so
 //            that a line crosses once.
 //   shared   of two buffers that both ranks reach: reads its half of both, writes the sum into both, between two meetings.
+// broadcast
+//   staged   the root copies it, window by window, to where the other one copies it from, past the caches.
+//   direct   each copies a half from memory to memory, the root by process_vm_writev, the other by process_vm_readv.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <immintrin.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstddef>
@@ -16,13 +23,17 @@ namespace {
 struct alignas(128) Word {
   std::atomic<unsigned long> value;
 };
+constexpr std::size_t kWindow = 256 << 10, kWindows = 4;
 struct Memory {
-  Word published[2], met[2];
+  Word published[2], met[2], staged, taken;
+  int pids[2];
+  char* targets[2];
   alignas(4096) float regions[2][1 << 18];
+  alignas(4096) char windows[kWindows][kWindow];
 };
 Memory* memory = nullptr;
 int rank = 0;
-unsigned long calls = 0, meetings = 0;
+unsigned long calls = 0, meetings = 0, windows = 0;
 
 void await(const Word& word, unsigned long value) {
   while (word.value.load(std::memory_order_acquire) < value) __builtin_ia32_pause();
@@ -41,13 +52,29 @@ void add_to_both(float* __restrict__ own, float* __restrict__ other, std::size_t
   for (std::size_t i = 0; i < count; ++i) own[i] = other[i] = own[i] + other[i];
 }
 
+void copy_ahead(char* to, const char* from, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += 64) {
+    _mm_prefetch(from + at + 4096, _MM_HINT_T0);
+    std::memcpy(to + at, from + at, 64);
+  }
+}
+
+void copy_past_the_caches(char* to, const char* from, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += 16) {
+    if (at % 64 == 0) _mm_prefetch(from + at + 2048, _MM_HINT_T0);
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
+  }
+  _mm_sfence();
+}
+
 float* pointer(PyObject* address) { return static_cast<float*>(PyLong_AsVoidPtr(address)); }
 
 // join(address, rank): of as many bytes as `size` says, zeros, that both ranks reach.
 PyObject* join(PyObject*, PyObject* const* args, Py_ssize_t) {
   memory = reinterpret_cast<Memory*>(pointer(args[0]));
   rank = static_cast<int>(PyLong_AsLong(args[1]));
-  calls = meetings = 0;
+  calls = meetings = windows = 0;
+  memory->pids[rank] = getpid();
   Py_RETURN_NONE;
 }
 
@@ -72,6 +99,43 @@ PyObject* reduce_shared(PyObject*, PyObject* const* args, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
+// broadcast_staged(address, bytes, root): of whole windows, or less than one.
+PyObject* broadcast_staged(PyObject*, PyObject* const* args, Py_ssize_t) {
+  char* const data = static_cast<char*>(PyLong_AsVoidPtr(args[0]));
+  const std::size_t bytes = PyLong_AsSize_t(args[1]), piece = bytes < kWindow ? bytes : kWindow;
+  const bool is_root = PyLong_AsLong(args[2]) == rank;
+  meet();
+  for (std::size_t offset = 0; offset < bytes; offset += piece) {
+    char* const window = memory->windows[windows % kWindows];
+    if (is_root) {
+      if (windows >= kWindows) await(memory->taken, windows + 1 - kWindows);
+      copy_ahead(window, data + offset, piece);
+      memory->staged.value.store(++windows, std::memory_order_release);
+    } else {
+      await(memory->staged, windows + 1);
+      copy_past_the_caches(data + offset, window, piece);
+      memory->taken.value.store(++windows, std::memory_order_release);
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+// broadcast_direct(address, bytes, root)
+PyObject* broadcast_direct(PyObject*, PyObject* const* args, Py_ssize_t) {
+  char* const data = static_cast<char*>(PyLong_AsVoidPtr(args[0]));
+  const std::size_t half = PyLong_AsSize_t(args[1]) / 2;
+  const bool is_root = PyLong_AsLong(args[2]) == rank;
+  const int other = 1 - rank;
+  memory->targets[rank] = data;
+  meet();
+  const iovec own{data + (is_root ? 0 : half), half}, others{memory->targets[other] + (is_root ? 0 : half), half};
+  const auto move = is_root ? process_vm_writev : process_vm_readv;
+  const bool could = move(memory->pids[other], &own, 1, &others, 1, 0) == static_cast<ssize_t>(half);
+  meet();
+  if (!could) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
+}
+
 template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyCFunction method() {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -81,6 +145,8 @@ PyMethodDef methods[] = {
     {"join", method<join>(), METH_FASTCALL, nullptr},
     {"reduce_private", method<reduce_private>(), METH_FASTCALL, nullptr},
     {"reduce_shared", method<reduce_shared>(), METH_FASTCALL, nullptr},
+    {"broadcast_staged", method<broadcast_staged>(), METH_FASTCALL, nullptr},
+    {"broadcast_direct", method<broadcast_direct>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition{PyModuleDef_HEAD_INIT, "bare_exchange", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -2,18 +2,18 @@
 
     pycomm run -n 2 benchmarks/limits.py [--max-bytes 64MiB]
 
-Of short messages: ``pycomm.all_reduce`` beside a call of a C function that does nothing but the loads and stores of one
-(``bare_exchange.cpp``: no checks, no errors, no timeout, no tensor to read). Private buffers are reduced back to back;
-shared ones are written anew before each call, which counts from the last rank's entry to the last one's exit.
+Between two ranks, beside calls of C functions that do nothing but the loads and stores of a collective
+(``bare_exchange.cpp``: no checks, no errors, no timeout, no tensor to read): all_reduces of short messages, and
+broadcasts. Private buffers follow each other back to back; shared ones are written anew before each call, which counts
+from the last rank's entry to the last one's exit.
 
-Of long ones: the least that an all_reduce in place must do to a rank's buffer is to read it once and to write it once.
-So in turns, on the same buffers and in the same rounds, it takes the times of ``pycomm.all_reduce`` and of one pass in
-place (``tensor.neg_()``) by all ranks at once; and of ``pycomm.broadcast`` and of one copy to another buffer, by one
-rank alone, past the caches from 4 MiB on (``pack_``). No library's all_reduce can be faster than the pass, and a
-broadcast only where the cores of both ranks copy.
+Of long messages also beside the least that must be done to the memory. An all_reduce in place must read each rank's
+buffer once and write it once: so one pass in place (``tensor.neg_()``) by all ranks at once. A broadcast must be copied
+to another buffer: so one copy, by one rank alone, past the caches from 4 MiB on (``pack_``). No library's all_reduce
+can be faster than the pass, and a broadcast only where the cores of both ranks copy.
 
-As in ``pycomm bench``, 2 to 16 buffers take turns, so that those of a megabyte and more come from memory and not from a
-cache. A bar below the share of a peer's time that these limits take is out of reach here.
+As in ``pycomm bench``, 2 to 16 buffers take turns, as does the root, so that buffers of a megabyte and more come from
+memory and not from a cache. A bar below the share of a peer's time that these limits take is out of reach here.
 """
 
 from __future__ import annotations
@@ -57,22 +57,17 @@ def of_slowest(clock_ns: list[int]) -> torch.Tensor:
 # -- short messages: beside a bare exchange ----------------------------------------------------------------------------
 
 
-def time_back_to_back(call: Call, arguments: list[tuple[Any, ...]]) -> float:
+def time_back_to_back(call: Call, arguments: list[tuple[Any, ...]], chunks: int, chunk_calls: int) -> float:
     """Returns the time of a call, in us, on each of ``arguments`` in turn: the median over chunks of calls."""
     pycomm.barrier()
-    marks = back_to_back(call, arguments, CHUNKS, CHUNK_CALLS)
-    return float(of_slowest(marks).diff().median()) / CHUNK_CALLS / 1000
+    marks = back_to_back(call, arguments, chunks, chunk_calls)
+    return float(of_slowest(marks).diff().median()) / chunk_calls / 1000
 
 
 def time_fresh(call: Call, arguments: list[tuple[Any, ...]], buffers: list[torch.Tensor]) -> float:
     """Returns the time of a call, in us, whose buffer is written anew: from the last rank's entry to the last exit."""
     source = torch.ones_like(buffers[0])
-
-    def write(buffer: torch.Tensor) -> None:
-        buffer.copy_(source)
-        pycomm.barrier()
-
-    starts, ends = sampled(call, arguments, FRESH_CALLS, [partial(write, buffer) for buffer in buffers])
+    starts, ends = sampled(call, arguments, FRESH_CALLS, [partial(buffer.copy_, source) for buffer in buffers])
     return float((of_slowest(ends) - of_slowest(starts)).median()) / 1000
 
 
@@ -118,8 +113,10 @@ def measure_short(bare: BareExchange, nbytes: int) -> list[float]:
     pairs = [(mine.data_ptr(), other.data_ptr(), numel) for mine, other in zip(own, others, strict=True)]
     rounds = [
         (
-            time_back_to_back(pycomm.all_reduce, [(buffer,) for buffer in private]),
-            time_back_to_back(bare.module.reduce_private, [(buffer.data_ptr(), numel) for buffer in private]),
+            time_back_to_back(pycomm.all_reduce, [(buffer,) for buffer in private], CHUNKS, CHUNK_CALLS),
+            time_back_to_back(
+                bare.module.reduce_private, [(buffer.data_ptr(), numel) for buffer in private], CHUNKS, CHUNK_CALLS
+            ),
             time_fresh(pycomm.all_reduce, [(buffer,) for buffer in shared], shared),
             time_fresh(bare.module.reduce_shared, pairs, own),
         )
@@ -128,9 +125,8 @@ def measure_short(bare: BareExchange, nbytes: int) -> list[float]:
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def show_short(console: Console) -> None:
+def show_short(console: Console, bare: BareExchange) -> None:
     """Measures and prints the table of short messages on rank 0."""
-    bare = BareExchange()
     table = Table(title="all_reduce of short messages, 2 ranks, us a call")
     for column in ("bytes", "private", "bare exchange", "ratio", "shared, written anew", "bare exchange", "ratio"):
         table.add_column(column, justify="right")
@@ -143,73 +139,65 @@ def show_short(console: Console) -> None:
         console.print(table)
 
 
-# -- long messages: beside a pass over memory and a copy ---------------------------------------------------------------
+# -- long messages: beside a pass over memory, a copy, and a bare broadcast --------------------------------------------
 
 
-def time_us(call: Call, buffers: list[torch.Tensor], calls: int) -> float:
-    """Returns the median time of one call, in us, every call on the next buffer."""
-    times_ns = []
-    pycomm.barrier()
-    for index in range(calls):
-        start_ns = time.perf_counter_ns()
-        call(buffers[index % len(buffers)])
-        times_ns.append(time.perf_counter_ns() - start_ns)
-    return statistics.median(times_ns) / 1000
-
-
-def measure_long(nbytes: int) -> list[float]:
-    """Returns the medians over rounds of an all_reduce, a pass, a broadcast and a copy, in us, of the slowest rank."""
+def measure_long(nbytes: int, bare: BareExchange | None) -> list[float]:
+    """Returns medians over rounds, in us: an all_reduce, a pass, a broadcast, a copy, and any two bare broadcasts."""
     num_sets = max(2, min(MAX_SETS, SETS_BYTES // nbytes))
     buffers = [torch.zeros(nbytes // 4) for _ in range(num_sets)]
-    targets = {buffer.data_ptr(): torch.zeros(nbytes // 4) for buffer in buffers}
+    targets = [torch.zeros(nbytes // 4) for _ in range(num_sets)]
     is_last = pycomm.rank() == pycomm.world_size() - 1
-
-    def copy_alone(buffer: torch.Tensor) -> None:
-        if is_last:
-            pack_(targets[buffer.data_ptr()], [buffer])
-
-    measured: list[Call] = [
-        pycomm.all_reduce,
-        torch.Tensor.neg_,
-        lambda buffer: pycomm.broadcast(buffer, 0),
-        copy_alone,
+    roots = [index % pycomm.world_size() for index in range(num_sets)]
+    alone = [(buffer,) for buffer in buffers]
+    rooted = list(zip(buffers, roots, strict=True))
+    copied = [(target, [buffer]) for target, buffer in zip(targets, buffers, strict=True)]
+    measured: list[tuple[Call, list[tuple[Any, ...]]]] = [
+        (pycomm.all_reduce, alone),
+        (torch.Tensor.neg_, alone),
+        (pycomm.broadcast, rooted),
+        (pack_ if is_last else lambda target, sources: None, copied),
     ]
-    first_us = torch.tensor(time_us(pycomm.all_reduce, buffers, num_sets))
-    pycomm.all_reduce(first_us, pycomm.ReduceOp.MAX)  # all ranks make as many calls
-    calls = max(num_sets, int(ROUND_S * 1e6 / float(first_us)))
-    rounds = torch.tensor([[time_us(call, buffers, calls) for call in measured] for _ in range(ROUNDS)])
-    pycomm.all_reduce(rounds, pycomm.ReduceOp.MAX)
-    return [float(us) for us in rounds.median(dim=0).values]
+    if bare is not None:
+        addressed = [(buffer.data_ptr(), nbytes, root) for buffer, root in rooted]
+        measured += [(bare.module.broadcast_staged, addressed), (bare.module.broadcast_direct, addressed)]
+    first_us = time_back_to_back(pycomm.all_reduce, alone, num_sets, 1)
+    calls = max(num_sets, int(ROUND_S * 1e6 / first_us))
+    rounds = [[time_back_to_back(call, arguments, calls, 1) for call, arguments in measured] for _ in range(ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def show_long(console: Console, largest: int) -> None:
+def show_long(console: Console, largest: int, bare: BareExchange | None) -> None:
     """Measures and prints the table of long messages on rank 0."""
     table = Table(title=f"private buffers, {pycomm.world_size()} ranks, us a call")
-    for column in ("bytes", "all_reduce", "one pass in place", "ratio", "broadcast", "one copy, one rank", "ratio"):
+    columns = ["bytes", "all_reduce", "one pass in place", "ratio", "broadcast", "one copy, one rank", "ratio"]
+    for column in columns + ["bare broadcast, staged", "direct", "ratio to the faster"] * (bare is not None):
         table.add_column(column, justify="right")
     nbytes = 64 << 10
     while nbytes <= largest:
-        reduce_us, pass_us, broadcast_us, copy_us = measure_long(nbytes)
+        reduce_us, pass_us, broadcast_us, copy_us, *bare_us = measure_long(nbytes, bare)
         cells = [f"{reduce_us:.1f}", f"{pass_us:.1f}", f"{reduce_us / pass_us:.2f}"]
-        table.add_row(
-            format_bytes(nbytes), *cells, f"{broadcast_us:.1f}", f"{copy_us:.1f}", f"{broadcast_us / copy_us:.2f}"
-        )
+        cells += [f"{broadcast_us:.1f}", f"{copy_us:.1f}", f"{broadcast_us / copy_us:.2f}"]
+        if bare_us:
+            cells += [*(f"{us:.1f}" for us in bare_us), f"{broadcast_us / min(bare_us):.2f}"]
+        table.add_row(format_bytes(nbytes), *cells)
         nbytes *= 4
     if pycomm.rank() == 0:
         console.print(table)
 
 
 def main() -> None:
-    """Measures and prints both tables; the first one between two ranks only."""
+    """Measures and prints both tables; what is bare between two ranks only."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--max-bytes", default="64MiB", type=parse_bytes, help="largest buffer, such as 64MiB")
     largest = parser.parse_args().max_bytes
     torch.set_num_threads(1)
     console = Console()
     with pycomm.init():
-        if pycomm.world_size() == 2:
-            show_short(console)
-        show_long(console, largest)
+        bare = BareExchange() if pycomm.world_size() == 2 else None
+        if bare is not None:
+            show_short(console, bare)
+        show_long(console, largest, bare)
 
 
 if __name__ == "__main__":
