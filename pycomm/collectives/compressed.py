@@ -185,6 +185,8 @@ def _reduce_scatter(
 
 def _all_gather(compressor: Compressor, flat: torch.Tensor, whole: torch.Tensor, wire: Wire, context: Context) -> None:
     """``whole (world_size * numel,)`` = what each rank sent of its ``flat (numel,)``."""
+    if not flat.numel():
+        return
     compressor = compressor.routes(context.parts)[0][0]
     with wire.timer.encoding():
         message = compressor.begin(flat, context)

@@ -74,6 +74,10 @@ class Chunks:
         start = slot * self._slot(segment)
         return buffer[start : start + self._payload_bytes(numel)].view(self._codec.wire_dtype)
 
+    def _at(self, start: int) -> Context:
+        """Returns the context of what begins at element ``start`` of the input: a codec may draw by where that is."""
+        return self._context._replace(offset=self._context.offset + start)
+
     def encode(self, segment: int) -> None:
         """Encodes this rank's input for every other rank."""
         with self._timer.encoding():
@@ -82,9 +86,8 @@ class Chunks:
                 if chunk == self._rank or start == stop:
                     continue
                 residual = None if self._residual is None else self._residual[start:stop]
-                context = self._context._replace(offset=self._context.offset + start)
                 payload = self._payload(self.sent[segment], segment, chunk, stop - start)
-                self._codec.encode(payload, self._input[start:stop], context, residual)
+                self._codec.encode(payload, self._input[start:stop], self._at(start), residual)
 
     def add(self, segment: int, total: torch.Tensor) -> None:
         """``total`` = this rank's own input for its chunk, and what came for it, in rank order. It may be the input."""
@@ -95,7 +98,7 @@ class Chunks:
             for rank in range(self._world_size):
                 if rank != self._rank and start < stop:
                     payload = self._payload(self.received[segment], segment, rank, total.numel())
-                    self._codec.decode(total, payload, self._context._replace(rank=rank), add=True)
+                    self._codec.decode(total, payload, self._at(start)._replace(rank=rank), add=True)
 
     def add_owed(self, segment: int, total: torch.Tensor) -> None:
         """Adds to ``total`` what this rank owed of its own chunk, where the sum is not encoded again."""
@@ -118,7 +121,7 @@ class Chunks:
             return
         with self._timer.encoding():
             # Nobody adds to this one any more: for the codec the world is this rank.
-            context = self._context._replace(offset=self._context.offset + start, round=1, world_size=1)
+            context = self._at(start)._replace(round=1, world_size=1)
             residual = None if self._residual is None else self._residual[start:stop]
             self._codec.encode(self._payload(self.reduced[segment], segment, 0, stop - start), total, context, residual)
 
@@ -130,4 +133,4 @@ class Chunks:
                 start, stop = self._range(chunk, segment, total.numel())
                 if start < stop:
                     payload = self._payload(buffer, segment, chunk, stop - start)
-                    self._codec.decode(total[start:stop], payload, self._context._replace(rank=chunk))
+                    self._codec.decode(total[start:stop], payload, self._at(start)._replace(rank=chunk))

@@ -11,10 +11,11 @@ import torch
 
 from ..algorithms.executor import Collective
 from ..compression import Compressor, checked_spec, parse
+from ..compression.wrappers.error_feedback import ErrorFeedback
 from ..errors import CheckpointError, ConfigError
 from ..types import ReduceOp
 from . import compressed
-from .auto_compression import WARM_UP_CALLS, AutoCompression, AutoDecision
+from .auto_compression import STATEFUL, WARM_UP_CALLS, AutoCompression, AutoDecision
 from .compression_wire import CompressionReport, Timer, Tools, Wire, Workspace
 
 if TYPE_CHECKING:
@@ -132,9 +133,19 @@ class GroupCompression:
         return self._auto.run(
             call,
             self._wire(algorithm, timeout_s, is_split),
-            lambda: self._group.engine.execute(call.collective, algorithm, timeout_s),
+            lambda: self._run_plain(call, algorithm, timeout_s, is_split),
             lambda spec: self._run(call._replace(compressor=self.compressor(spec)), algorithm, timeout_s, is_split),
         )
+
+    def _run_plain(self, call: compressed.Squeezed, algorithm: str | None, timeout_s: float, is_split: bool) -> None:
+        """Runs ``call`` uncompressed, with what a candidate that "auto" gave up still owes of its tensors."""
+        for spec in STATEFUL:
+            given_up = self._compressors.get(spec)
+            if isinstance(given_up, ErrorFeedback) and given_up.owes(call.parts):
+                self._run(call._replace(compressor=given_up.exactly()), algorithm, timeout_s, is_split)
+                given_up.forget(call.parts)
+                return
+        self._group.engine.execute(call.collective, algorithm, timeout_s)
 
     def _run(
         self, call: compressed.Squeezed, algorithm: str | None, timeout_s: float, is_split: bool

@@ -87,6 +87,7 @@ class Compressor(ABC):
     needs_total: bool = False  # ``end`` must see the whole sum, so a reduce_scatter has to be an all_reduce
     is_for_shards: bool = True  # ``begin`` treats every element alike, so that a host may add up before it
     is_for_gathers: bool = True  # may encode what is gathered and not summed
+    is_for_feedback: bool = True  # what arrives and what it leaves in a residual are the input together
 
     @property
     def spec(self) -> str:

@@ -34,6 +34,10 @@ class RandomK(Codec):
     def __post_init__(self) -> None:
         check_ratio(self.name, self.ratio)
 
+    @property
+    def is_for_feedback(self) -> bool:  # type: ignore[override]
+        return not self.is_unbiased
+
     def payload_numel(self, numel: int, context: Context) -> int:
         return sparse_numel(self.ratio, numel)
 

@@ -54,6 +54,15 @@ class NamedBuffers:
             self._views[part.name] = view
         return whole
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
+
+    def drop(self, parts: Sequence[Part]) -> None:
+        """Forgets ``parts``; what was laid out beside them stays."""
+        gone = {part.name for part in parts}
+        self._views = {name: view for name, view in self._views.items() if name not in gone}
+        self._wholes = {key: whole for key, whole in self._wholes.items() if not gone & set(key)}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns a copy of each parameter's vector, on the CPU."""
         return {name: view.detach().cpu().clone() for name, view in self._views.items()}

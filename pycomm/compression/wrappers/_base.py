@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ class Wrapper(Compressor):
 
     inner: Compressor
     is_stateful = True
+    keeps_residual: ClassVar[bool] = False  # of what its codec does not send
     is_for_gathers = False
 
     def __post_init__(self) -> None:
@@ -25,6 +26,11 @@ class Wrapper(Compressor):
             raise ConfigError(
                 f"{self.name}: expected a compressor to wrap, got {self.inner!r}; "
                 f"for a text pass pycomm.compression.parse(text)"
+            )
+        if self.keeps_residual and not self.inner.is_for_feedback:
+            raise ConfigError(
+                f"{self.name} around {self.inner.spec}: what that sends is larger than its input, and stays right only "
+                f"on average; leave is_unbiased out, or {self.name}"
             )
         if self.inner.name == "policy":
             raise ConfigError(f"{self.name} around policy: a policy chooses among compressors, so it stands outermost")

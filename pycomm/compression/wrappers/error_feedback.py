@@ -12,13 +12,15 @@ Adam's steps small. Costs one float32 an element (ef21: two, with momentum three
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ..base import Compressor, Context, Message
+from ..base import Compressor, Context, Message, Part
+from ..none import NoCompression
 from ..state import NamedBuffers
 from ._base import Wrapper
 
@@ -36,6 +38,7 @@ class ErrorFeedback(Wrapper):
     m: float = 0.0
 
     name = "error_feedback"
+    keeps_residual = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,11 +88,27 @@ class ErrorFeedback(Wrapper):
             return
         assert message.residual is not None, "begin made one"
         # residual is now x - g - C: what is left between the input and the new estimate.
-        kept = self._residuals.get(context.parts, total)
-        kept.add_(message.input).sub_(message.residual)
-        mean = self._means.get(context.parts, total)
-        mean.add_(total, alpha=1 / context.world_size)
-        torch.mul(mean, context.world_size, out=total)
+        # An inf or NaN arrives in this call and stays in no estimate: all ranks see the same total, so where it is not
+        # finite none of them follows, and where only the own input is not, it was not sent.
+        kept, mean = self._residuals.get(context.parts, total), self._means.get(context.parts, total)
+        followed = message.input - message.residual
+        kept.add_(torch.where(total.isfinite() & followed.isfinite(), followed, 0.0))
+        mean.add_(torch.where(total.isfinite(), total, 0.0), alpha=1 / context.world_size)
+        torch.where(total.isfinite(), mean * context.world_size, total, out=total)
+
+    def exactly(self) -> ErrorFeedback:
+        """Returns this state around no compression: a call by it sends all that is owed of its tensors."""
+        other = ErrorFeedback(NoCompression())
+        other._residuals = self._residuals
+        return other
+
+    def owes(self, parts: Sequence[Part]) -> bool:
+        """Says whether there is a residual of any of ``parts``; alike on ranks that made the same calls."""
+        return any(part.name in self._residuals for part in parts)
+
+    def forget(self, parts: Sequence[Part]) -> None:
+        """Drops the residuals of ``parts``."""
+        self._residuals.drop(parts)
 
     def residual(self, *names: str) -> torch.Tensor:
         """Returns a copy of what is still owed of the named tensors, in classic mode; of the estimates, in ef21."""

@@ -32,6 +32,7 @@ class MomentumCorrection(Wrapper):
     start: float = 0.25
 
     name = "momentum"
+    keeps_residual = True
     is_for_shards = False  # it must know which elements were sent
 
     def __post_init__(self) -> None:
