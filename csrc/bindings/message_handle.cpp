@@ -141,7 +141,7 @@ PyObject* refuse(PyTypeObject*, PyObject*, PyObject*) {
 // Of a user's handle that is dropped before its message has ended, or before anybody heard of the error.
 void finalize(PyObject* self) {
   const Handle& handle = handle_of(self);
-  if (handle.group == nullptr || (handle.is_done && (handle.error == nullptr || handle.is_asked))) return;
+  if (handle.group == nullptr || handle.native->is_in_child() || (handle.is_done && (handle.error == nullptr || handle.is_asked))) return;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   bool is_well = look(self);
@@ -235,6 +235,11 @@ PyObject* make_handle(PyTypeObject* type, std::shared_ptr<Group> native, std::sh
   handle.value = Py_NewRef(value);
   handle.group = Py_XNewRef(group);
   return self;
+}
+
+bool has_ended(PyObject* handle) {
+  if (!look(handle)) PyErr_Clear();
+  return handle_of(handle).is_done != 0;
 }
 
 bool is_handle_type(PyObject* object) { return PyType_Check(object) && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(object), base_type); }

@@ -21,6 +21,9 @@ void bind_message_handle(pybind11::module_& m);
 PyObject* make_handle(PyTypeObject* type, std::shared_ptr<shm::Group> native, std::shared_ptr<shm::Message> message, PyObject* value,
                       PyObject* group);
 
+// Whether the message of a handle has ended, well or not. No Python error is left.
+bool has_ended(PyObject* handle);
+
 // Whether `object` is a type that make_handle takes.
 bool is_handle_type(PyObject* object);
 

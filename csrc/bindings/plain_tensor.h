@@ -103,7 +103,7 @@ inline bool read_op(PyObject* object, DType dtype, ReduceOp& op) {
     op = ReduceOp::kSum;
     return reduce_supported(dtype, op);
   }
-  if (!PyLong_Check(object)) return false;
+  if (!PyLong_Check(object) || PyLong_CheckExact(object) || PyBool_Check(object)) return false;  // a member of ReduceOp is none of the latter
   const long code = PyLong_AsLong(object);
   if (code < 0 || code > static_cast<long>(ReduceOp::kAvg)) {
     PyErr_Clear();

@@ -56,7 +56,7 @@ void bind_group(py::module_& m) {
            }),
            py::arg("fd"), py::arg("host_ranks"), py::arg("area"), py::arg("rank"), py::arg("host_rank_of"), py::arg("pidfds"), py::arg("pids"),
            py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("ranks_per_core"), py::arg("heaps"), NoGil())
-      .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"), py::arg("last_tag"))
+      .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"))
       .def("all_reduce",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
              g.all_reduce(pointer(output), pointer(input), make_call(Verb::kAllReduce, numel, dtype, op, factor, 0, timeout_s));
@@ -159,6 +159,7 @@ void bind_shm(py::module_& m) {
   m.def("is_dead", &shm::is_dead, py::arg("pidfd"), py::arg("pid"), "Whether a process has ended or is being ended.");
   m.def("exit_status", &shm::exit_status, py::arg("pidfd"), py::arg("pid"), "How a process ended, as os.waitpid encodes it; -1 if nobody knows.");
   m.attr("SHM_MAX_RANKS") = shm::kMaxRanks;
+  m.attr("SHM_LAST_TAG") = shm::kLastTag;
   m.def("shm_create_memory", &shm::create_memory, py::arg("ranks"), "A sealed memfd for the ranks of a host; returns its descriptor.");
   m.def("shm_check_memory", &shm::check_memory, py::arg("fd"), py::arg("ranks"), "Raises unless the descriptor is such a memfd.");
 }

@@ -190,9 +190,9 @@ void destroy(PyObject* capsule) {
 
 }  // namespace
 
-pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& tensor, const pybind11::object& parameter, std::int64_t last_tag) {
+pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& tensor, const pybind11::object& parameter) {
   pybind11::dict cuts;
-  auto cut = std::make_unique<Cut>(Cut{std::move(group), PlainTensors(tensor, parameter), last_tag, pybind11::list()});
+  auto cut = std::make_unique<Cut>(Cut{std::move(group), PlainTensors(tensor, parameter), pybind11::list()});
   if (!cut->tensors.can_read()) return cuts;
   const auto self = pybind11::reinterpret_steal<pybind11::object>(PyCapsule_New(cut.release(), nullptr, destroy));
   const auto add = [&](PyMethodDef* method) {

@@ -25,11 +25,11 @@ int read_peer(const Group& group, PyObject* object, bool may_be_any) {
   return overflow != 0 || rank < 0 || rank >= group.ranks() ? kNobody : static_cast<int>(rank);
 }
 
-bool read_tag(const Cut& cut, PyObject* object, std::int64_t& tag) {
+bool read_tag(PyObject* object, std::int64_t& tag) {
   if (!PyLong_CheckExact(object)) return false;
   int overflow = 0;
   tag = PyLong_AsLongAndOverflow(object, &overflow);
-  return overflow == 0 && tag >= 0 && tag <= cut.last_tag;
+  return overflow == 0 && tag >= 0 && tag <= shm::kLastTag;
 }
 
 std::shared_ptr<Message> start(Group& group, bool is_send, void* data, std::size_t bytes, int peer, std::int64_t tag) {
@@ -42,7 +42,9 @@ PyObject* start_handle(PyTypeObject* type, std::shared_ptr<Group> group, bool is
                        PyObject* tensor, PyObject* owner) {
   try {
     auto message = start(*group, is_send, data, bytes, peer, tag);
-    return make_handle(type, std::move(group), std::move(message), tensor, owner);
+    PyObject* const handle = make_handle(type, group, message, tensor, owner);
+    if (handle == nullptr && !group->mailbox().give_up(message)) Py_INCREF(tensor);
+    return handle;
   } catch (...) {
     set_python_error();
     return nullptr;
@@ -56,7 +58,7 @@ struct Arguments {
   std::int64_t tag = 0;
 
   bool read(const Cut& cut, bool is_send, PyObject* const* args, Py_ssize_t count) {
-    if (count < 1 || count > 4 || (count > 2 && args[2] != Py_None) || (count > 3 && !read_tag(cut, args[3], tag))) return false;
+    if (count < 1 || count > 4 || (count > 2 && args[2] != Py_None) || (count > 3 && !read_tag(args[3], tag))) return false;
     peer = read_peer(*cut.group, count > 1 ? args[1] : Py_None, /*may_be_any=*/!is_send);
     return peer != kNobody && cut.tensors.read(args[0], flat);
   }
@@ -71,6 +73,20 @@ PyObject* start_fast(bool is_send, PyObject* self, PyObject* const* args, Py_ssi
   return start_handle(type, cut.group, is_send, of.flat.data, of.flat.bytes(), of.peer, of.tag, args[0], args[count - 1]);
 }
 
+// A call gives its message up, with the Python error that is set. A send that has begun is kept, with its tensor, until it is done; those kept
+// before go, as far as they are done.
+void leave(const Cut& cut, std::shared_ptr<Message> message, PyObject* tensor) {
+  if (cut.group->mailbox().give_up(message)) return;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  for (Py_ssize_t i = PyList_GET_SIZE(cut.left.ptr()); i-- > 0;)
+    if (has_ended(PyList_GET_ITEM(cut.left.ptr(), i))) PyList_SetSlice(cut.left.ptr(), i, i + 1, nullptr);
+  PyObject* const kept = make_handle(nullptr, cut.group, std::move(message), tensor, nullptr);
+  if (kept == nullptr || PyList_Append(cut.left.ptr(), kept) != 0) Py_INCREF(tensor);
+  Py_XDECREF(kept);
+  PyErr_Restore(type, value, traceback);
+}
+
 // send and recv.
 PyObject* move_fast(bool is_send, PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
@@ -81,14 +97,12 @@ PyObject* move_fast(bool is_send, PyObject* self, PyObject* const* args, Py_ssiz
     message = start(*cut.group, is_send, of.flat.data, of.flat.bytes(), of.peer, of.tag);
     const LazyGilRelease release(of.flat.bytes() >= kUnlockedBytes);
     cut.group->mailbox().wait(message, cut.group->timeout_ns());
-  } catch (const PythonError&) {
-    // A signal handler raised, and the message is still under way.
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject* const kept = make_handle(nullptr, cut.group, std::move(message), args[0], nullptr);
-    if (kept == nullptr || PyList_Append(cut.interrupted.ptr(), kept) != 0) Py_INCREF(args[0]);
-    Py_XDECREF(kept);
-    PyErr_Restore(type, value, traceback);
+  } catch (const PythonError&) {  // a signal handler raised
+    leave(cut, std::move(message), args[0]);
+    return nullptr;
+  } catch (const shm::Late&) {
+    set_python_error();
+    leave(cut, std::move(message), args[0]);
     return nullptr;
   } catch (...) {
     set_python_error();

@@ -14,8 +14,7 @@ namespace pycomm {
 struct Cut {
   std::shared_ptr<shm::Group> group;
   PlainTensors tensors;
-  std::int64_t last_tag;       // that users may give a message
-  pybind11::list interrupted;  // messages that a signal handler made a call leave: their memory may yet be written
+  pybind11::list left;  // messages that a blocking call did not wait for to the end: their memory may yet be written
 };
 
 inline Cut& cut_of(PyObject* self) { return *static_cast<Cut*>(PyCapsule_GetPointer(self, nullptr)); }

@@ -95,9 +95,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   use_ring();
   const bool is_early = is_first && !mine.are_shared();  // nothing has to be known of the others
   std::size_t place = is_early ? stage(0, window_) : 0;
-  publish(call, mine);
-  meet(call);
-  if (count_shared() == ranks_) return all_reduce_in_heaps(output, input, part_of(call.numel, rank_, ranks_, item), call);
+  if (meet_in_heaps(output, input, call, mine)) return;
   load_factors(call);
   if (!is_early) place = stage(0, window_);
   for (std::size_t first = 0; first < call.numel; first += piece, ++window_) {

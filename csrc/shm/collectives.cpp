@@ -67,12 +67,7 @@ void Group::all_reduce_in_slots(void* output, const Call& call) {
 void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine) {
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
   const bool has_met = mine.are_shared();
-  if (has_met) {
-    publish(call, mine);
-    const Part part = part_of(call.numel, rank_, ranks_, item);  // while the header is on its way
-    meet(call);
-    if (count_shared() == ranks_) return all_reduce_in_heaps(output, input, part, call);
-  }
+  if (has_met && meet_in_heaps(output, input, call, mine)) return;
   const bool is_streamed = output != input && streams_output(bytes);  // in place the lines have just been read
   in_windows(  // in small pieces at any length: it is in place as a rule, and the ranks need not all do it alike
       call, {bytes, 1, has_met, /*is_long=*/false, is_streamed},
@@ -83,6 +78,23 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
         if (output != input && !is_streamed) ask_to_write(output + offset, length);
         reduce_from(output + offset, inputs_.data(), length / item, call, is_streamed);
       });
+}
+
+bool Group::meet_in_heaps(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine) {
+  try {
+    publish(call, mine);
+    const Part part = part_of(call.numel, rank_, ranks_, item_bytes(call.dtype));  // while the header is on its way
+    meet(call);
+    if (count_shared() != ranks_) return false;
+    or_tell([&] { all_reduce_in_heaps(output, input, part, call); });
+    return true;
+  } catch (const Mismatch&) {
+    throw;  // before anybody writes
+  } catch (...) {
+    // A rank that was stopped may write there when it goes on, long after this call.
+    if (mine.are_shared()) setup_.heaps->retire(output);
+    throw;
+  }
 }
 
 // Every buffer lies where everybody can reach it: each rank adds its part and stores the sum into all outputs. No copy in,

@@ -47,6 +47,9 @@ struct PeerLost : Failed {  // "lost", "closed" or "interrupted"
 struct Timeout : Failed {  // "timeout", a rank's of this group, or "late": this call's own
   using Failed::Failed;
 };
+struct Late : Timeout {  // "late message": a message that is under way still; nothing is broken
+  using Timeout::Timeout;
+};
 struct Mismatch : Failed {  // "calls", "splits" or "size"
   using Failed::Failed;
 };

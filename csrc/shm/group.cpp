@@ -1,6 +1,5 @@
 #include "group.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -21,10 +20,6 @@ constexpr const char* kVerbs[] = {"barrier", "all_reduce", "reduce", "reduce_sca
                                   "all_gather", "all_to_all", "gather", "scatter", "new_group"};
 
 constexpr std::size_t kStreamFrom = 768;         // where non-temporal stores win, they do from here on
-
-// Counts forks: a forked child inherits the mapping, but it is not a rank.
-std::atomic<int> forks{0};
-[[maybe_unused]] const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
 std::uint64_t encode(const Call& call) {
   return static_cast<std::uint64_t>(call.verb) | static_cast<std::uint64_t>(call.op) << 8 |
@@ -49,7 +44,7 @@ bool has_root(Verb verb) {
 const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
 
 Group::Group(Setup setup)
-    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks.load()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_) {
+    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_), areas_(ranks_) {
   chosen_ = setup_.choices;
   const FileLayout file = FileLayout::of(setup_.host_ranks);
   if (setup_.area >= kAreas) throw Broken("shared memory: more than " + std::to_string(kAreas) + " groups were made in this job");
@@ -67,15 +62,22 @@ Group::Group(Setup setup)
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};
   hello.numel = setup_.members;
-  const Entry entry(*this, hello);
-  publish(hello);
-  meet(hello);
-  if (ranks_ > 1) measure_line("new_group");
+  try {
+    const Entry entry(*this, hello);
+    publish(hello);
+    meet(hello);
+    if (ranks_ > 1) measure_line("new_group");
+  } catch (const Mismatch&) {
+    throw;
+  } catch (...) {  // who comes yet must not take what this rank has left there for a member
+    waiter_->declare(FailureKind::kInterrupted, rank_);
+    throw;
+  }
 }
 
 Group::~Group() {
   close();
-  if (forks.load(std::memory_order_relaxed) != forks_at_start_) return;
+  if (is_in_child()) return;
   Control& control = *reinterpret_cast<Control*>(area_);
   if (__atomic_add_fetch(&control.forgotten, 1, __ATOMIC_ACQ_REL) == static_cast<std::uint32_t>(ranks_)) mapping_->release(0, at_.slots);
 }
@@ -84,19 +86,28 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
   // One line a leader is enough: it makes its next group after all members of this one have met in it.
   Made& made = reinterpret_cast<Made*>(area_ + at_.made)[leader];
   if (leader == rank_) {
-    made.area = setup_.heaps->take_area();
+    const std::uint64_t area = setup_.heaps->take_area();
+    store_relaxed(made.area, area);
     store_release(made.key, key);
-    return made.area;
+    return area;
   }
   const std::int64_t deadline_ns = monotonic_ns() + setup_.timeout_ns;
-  while (load_acquire(made.key) < key) {
+  // Never the one that it gave last: after calls that failed the ranks may have counted differently.
+  while (load_acquire(made.key) < key || load_relaxed(made.area) == areas_[leader]) {
     setup_.check_interrupt();
     const int pid = setup_.pids[leader];
     if (has_ended(setup_.pidfds[leader])) throw PeerLost("lost", waiter_->where("new_group"), leader, pid, exit_status(setup_.pidfds[leader], pid));
+    if (has_left(leader)) throw PeerLost("closed", waiter_->where("new_group"), leader, pid, 0);
     if (monotonic_ns() > deadline_ns) throw Timeout("late", waiter_->where("new_group"), {leader, pid, setup_.timeout_ns});
     usleep(50);
   }
-  return made.area;
+  return areas_[leader] = load_relaxed(made.area);
+}
+
+bool Group::is_in_child() const { return forks() != forks_at_start_; }
+
+bool Group::has_left(int rank) const {
+  return __atomic_load_n(&reinterpret_cast<Sleeper*>(area_ + at_.sleepers)[rank].is_gone, __ATOMIC_ACQUIRE) != 0;
 }
 
 void Group::set_name(const std::string& name) {
@@ -108,7 +119,7 @@ void Group::set_name(const std::string& name) {
 void Group::close() {
   if (is_closed_) return;
   is_closed_ = true;
-  if (forks.load(std::memory_order_relaxed) != forks_at_start_) {
+  if (is_in_child()) {
     (void)mailbox_.release();  // a forked child has nothing to leave, nor the helper thread that this would join
     return;
   }
@@ -131,7 +142,7 @@ Group::Entry::Entry(Group& group, const Call& call) : group_(group) {
     throw Misuse("other thread", group.waiter_->where(verb));
   store_relaxed(group.seq_, group.seq_ + 1);  // where() reads it, for a second thread too
   group.deadline_ = Deadline{call.timeout_ns > 0 ? call.timeout_ns : group.setup_.timeout_ns};
-  const bool is_child = forks.load(std::memory_order_relaxed) != group.forks_at_start_;
+  const bool is_child = group.is_in_child();
   if (__builtin_expect(!group.is_closed_ && !is_child && load_acquire(reinterpret_cast<Control*>(group.area_)->failure) == 0, 1)) {
     if (group.log_ != nullptr) {
       group.unrecorded_ = &call;
@@ -218,13 +229,13 @@ void Group::load_factors(const Call& call) {
 void Group::use_ring() {
   if (has_ring_) return;
   // This rank's own; the others' are populated by their owners before anything in them is published.
-  mapping_->populate(at_.rings + static_cast<std::size_t>(rank_) * at_.ring_bytes, at_.ring_bytes, at_.ring_bytes >= kHugePage);
+  or_tell([&] { mapping_->populate(at_.rings + static_cast<std::size_t>(rank_) * at_.ring_bytes, at_.ring_bytes, at_.ring_bytes >= kHugePage); });
   has_ring_ = true;
 }
 
 void Group::use_region() {
   if (has_region_) return;
-  mapping_->populate(at_.regions + static_cast<std::size_t>(rank_) * kRegionBytes, kRegionBytes, false);
+  or_tell([&] { mapping_->populate(at_.regions + static_cast<std::size_t>(rank_) * kRegionBytes, kRegionBytes, false); });
   has_region_ = true;
 }
 

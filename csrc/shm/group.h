@@ -99,6 +99,7 @@ class Group {
 
   int rank() const { return rank_; }
   std::int64_t timeout_ns() const { return setup_.timeout_ns; }
+  bool is_in_child() const;  // this process was forked from the one that made it
   void set_timeout(std::int64_t timeout_ns) { setup_.timeout_ns = timeout_ns; }  // of calls that name none
   int ranks() const { return ranks_; }
 
@@ -197,6 +198,10 @@ class Group {
   [[noreturn]] void report_splits(const Call& call, std::size_t from, std::size_t to, std::size_t sent, std::size_t expected);
   void load_factors(const Call& call);                  // everybody's factor of a PREMUL_SUM
 
+  // Runs what may fail on this rank alone (memory, descriptors); the others, who wait for it, are then told.
+  template <class Run>
+  void or_tell(Run run);
+  bool has_left(int rank) const;         // it has closed the group
   void use_ring();                       // populates this rank's ring, once
   void use_region();                     // the region that this rank fills first
   std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
@@ -266,6 +271,8 @@ class Group {
   int chains_of(const Call& call) const;
   void add_to_chain(void* staged, const void* input, std::size_t numel, const Call& call, bool is_first);
   void reduce_to_both(void* sum, void* staged, int terms, std::size_t numel, const Call& call);
+  // Tells the others where this rank's buffers lie; if all of theirs can be reached, the all_reduce is done there, and true.
+  bool meet_in_heaps(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);
   void all_reduce_in_heaps(unsigned char* output, const unsigned char* input, const Part& part, const Call& call);  // `part` is this rank's
   // Does the same in two ways by turns, all ranks at once; whether the second takes less than that share of the first one's time. Nothing
   // if a rank could not.
@@ -303,6 +310,7 @@ class Group {
   std::vector<const void*> inputs_;  // scratch: one pointer a rank
   std::vector<double> factors_, weights_;
   std::vector<void*> outputs_;
+  std::vector<std::uint64_t> areas_;  // of the group that each rank made last from this one, with this rank in it
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   std::uint64_t round_ = 0;    // of the swapped regions
   bool has_ring_ = false, has_region_ = false;
@@ -317,6 +325,16 @@ class Group {
   std::size_t traffic_bytes_ = 0;    // since that was measured
   std::atomic<bool> is_busy_{false};
 };
+
+template <class Run>
+void Group::or_tell(Run run) {
+  try {
+    run();
+  } catch (const Broken&) {
+    abandon();
+    throw;
+  }
+}
 
 template <class Told>
 void Group::publish(const Call& call, const Told& told) {

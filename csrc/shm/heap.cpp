@@ -65,6 +65,7 @@ void Heaps::free(void* data) {
   if (used == used_.end()) return;
   auto [start, length] = *used;
   used_.erase(used);
+  if (length == 0) return;
   const auto next = free_.lower_bound(start);
   if (next != free_.end() && next->first == start + length) {
     length += next->second;
@@ -79,6 +80,12 @@ void Heaps::free(void* data) {
     }
   }
   free_[start] = length;
+}
+
+void Heaps::retire(const void* data) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto after = used_.upper_bound(static_cast<std::size_t>(static_cast<const unsigned char*>(data) - own_));
+  if (after != used_.begin()) std::prev(after)->second = 0;
 }
 
 unsigned char* Heaps::address(int host_rank, Place place, std::size_t bytes) {

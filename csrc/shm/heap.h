@@ -28,6 +28,8 @@ class Heaps {
   // Memory of this rank's heap, 64-byte aligned, from 1 MiB on of huge pages. Contents are whatever was there. Throws Broken.
   void* allocate(std::size_t bytes);
   void free(void* data);
+  // The memory of the block that `data` lies in is not used again when it is freed.
+  void retire(const void* data);
 
   // An area that no group of this host has had.
   std::uint64_t take_area();
@@ -49,7 +51,7 @@ class Heaps {
   std::vector<std::unique_ptr<Mapping>> heaps_;
   std::mutex mutex_;
   std::map<std::size_t, std::size_t> free_;  // offset -> bytes, never two neighbours
-  std::map<std::size_t, std::size_t> used_;
+  std::map<std::size_t, std::size_t> used_;  // 0 bytes: retired
   std::size_t populated_ = 0;                // everything below exists
 };
 

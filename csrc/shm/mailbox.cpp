@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
+#include <utility>
 
 #include "board.h"
 #include "errors.h"
@@ -17,6 +19,13 @@ constexpr int kLooksASpin = 4;                   // between which other threads 
 // How long nobody may call before the helper moves what there is. To look costs the rank 40 us, so while it is busy that is done ever more rarely.
 constexpr std::chrono::microseconds kHelpAfter{500}, kHelpAfterBusy{4000};
 
+constexpr std::chrono::milliseconds kOnlook{1};  // between two looks whether another thread still drives the messages on,
+constexpr int kOnlooksAround = 8;                // and so many of those between two looks around
+
+void start_clock(Deadline& deadline) {
+  if (deadline.at_ns == 0) deadline.at_ns = monotonic_ns() + deadline.timeout_ns;
+}
+
 // What the board says of a wait for a message goes with the wait.
 struct OnBoard {
   explicit OnBoard(Log* log_) : log(log_) {}
@@ -29,7 +38,7 @@ struct OnBoard {
 }  // namespace
 
 Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, Populate populate)
-    : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins),
+    : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins), forks_at_start_(forks()),
       // Who sends what this rank waits for may itself wait for ranks of other cores; those of a collective take turns.
       most_yield_ns_(setup.ranks_per_core * setup.ranks_per_core * kMostYieldNs), yield_ns_(most_yield_ns_),
       pids_(setup.pids), pidfds_(setup.pidfds), waiter_(std::move(setup)), populate_(std::move(populate)) {
@@ -74,6 +83,7 @@ std::shared_ptr<Message> Mailbox::receive(void* data, std::size_t bytes, int pee
 }
 
 std::unique_lock<std::mutex> Mailbox::enter() {
+  if (forks() != forks_at_start_) throw Misuse("forked", waiter_.where("send/recv"));
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock) {
     waiter_.about_to_block();
@@ -100,7 +110,10 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   // Who posts a long receive often sends as much next, and the other rank would wait for that while this one copies.
   if (message->is_send || message->bytes < kPieceBytes) progress();
   if (message->is_done) return message;
-  if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
+  try {
+    if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
+  } catch (const std::system_error&) {  // no thread to be had: then messages move when somebody waits
+  }
   if (helper_rests_) called_.notify_all();
   return message;
 }
@@ -113,32 +126,28 @@ bool Mailbox::test(const std::shared_ptr<Message>& message) {
 }
 
 void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns) {
-  const char* doing = message->is_send ? "send" : "recv";
   auto lock = enter();
-  ++onlookers_;
-  while (is_driven_ && !message->is_done) {
-    waiter_.about_to_block();
-    changed_.wait_for(lock, std::chrono::milliseconds(1));
-  }
-  --onlookers_;
-  if (message->is_done) return throw_if_failed(*message);
-  is_driven_ = true;
   Deadline deadline{timeout_ns};
   std::int64_t idle_since = 0;  // when the spinning ended
   bool has_slept = false;       // since a byte moved
+  bool drives = false;          // this thread does, the messages of all
   const OnBoard on_board(log_);
   const auto leave = [&] {  // to who else waits
     if (!lock.owns_lock()) lock.lock();
-    is_driven_ = false;
-    changed_.notify_all();
+    if (std::exchange(drives, false)) is_driven_ = false;
+    if (onlookers_ > 0) changed_.notify_all();
   };
   try {
     for (int idle = 0; !message->is_done; ++idle) {
+      if (!drives) {
+        look_on(lock, *message, deadline);
+        if (message->is_done) break;
+        drives = is_driven_ = true;
+      }
       for (int look = 0; look < kLooksASpin && !is_anything_new(); ++look) pause();
       const bool moved = progress();
       if (moved && idle > spins_ && !has_slept) yield_ns_ = std::min(2 * yield_ns_, most_yield_ns_);  // [Note: patience] in wait.h
       if (message->is_done) break;
-      const int peer = message->peer;  // another thread's progress may find out who the sender is
       lock.unlock();
       if (moved) {
         idle = -1;
@@ -148,38 +157,79 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
       } else if (idle == spins_) {
         waiter_.about_to_block();
         idle_since = monotonic_ns();
-        if (deadline.at_ns == 0) deadline.at_ns = idle_since + timeout_ns;
+        start_clock(deadline);
       } else if (monotonic_ns() - idle_since < yield_ns_) {
         sched_yield();
       } else {
-        const auto has_come = [this] {
-          const std::lock_guard<std::mutex> inner(mutex_);
-          return is_anything_new();
-        };
         if (!has_slept) yield_ns_ = std::max(yield_ns_ / 2, kLeastYieldNs);
         has_slept = true;
-        if (log_ != nullptr) log_->awaits_mail(peer);
-        waiter_.doze(-1, has_come);
-        waiter_.check_interrupt();
-        waiter_.check(peer, deadline, doing, has_come);
+        if (log_ != nullptr) log_->awaits_mail(message->peer);
+        waiter_.doze(-1, [this] {
+          const std::lock_guard<std::mutex> inner(mutex_);
+          return is_anything_new();
+        });
+        leave();  // a signal handler may wait for a message itself
+        look_around(lock, *message, deadline);
+        continue;
       }
       lock.lock();
     }
-  } catch (const PeerLost&) {
+  } catch (const Late&) {
+    leave();
+    throw;
+  } catch (const Failed&) {
     leave();
     fail_all(std::current_exception());
-    throw;
-  } catch (const Timeout&) {
-    leave();
-    cancel(message);
     throw;
   } catch (...) {  // Ctrl-C: the message stays under way
     leave();
     throw;
   }
-  is_driven_ = false;
-  if (onlookers_ > 0) changed_.notify_all();
+  leave();
   throw_if_failed(*message);
+}
+
+void Mailbox::look_on(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
+  for (int looks = 1; is_driven_ && !message.is_done; ++looks) {
+    waiter_.about_to_block();
+    start_clock(deadline);
+    ++onlookers_;
+    changed_.wait_for(lock, kOnlook);
+    --onlookers_;
+    if (looks % kOnlooksAround == 0) look_around(lock, message, deadline);
+  }
+}
+
+void Mailbox::look_around(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
+  const int peer = message.peer;  // another thread's progress may find out who the sender is
+  lock.unlock();
+  waiter_.check_interrupt();
+  const auto has_come = [&] {
+    const std::lock_guard<std::mutex> inner(mutex_);
+    return message.is_done || is_anything_new();
+  };
+  waiter_.check(peer, deadline, message.is_send ? "send" : "recv", has_come, /*is_users=*/message.tag <= kLastTag);
+  lock.lock();
+}
+
+bool Mailbox::give_up(const std::shared_ptr<Message>& message) {
+  const auto lock = enter();
+  if (message->is_done) return true;
+  if (message->is_send) {
+    if (message->is_framed) return false;
+    auto& messages = outbound_[message->peer].messages;
+    messages.erase(std::find(messages.begin(), messages.end(), message));
+    --sends_;
+  } else {
+    for (Inbound& inbound : inbound_) {
+      if (inbound.target != message) continue;
+      inbound.aside.assign(message->data, message->data + message->bytes);
+      inbound.target = nullptr;
+    }
+    receives_.remove(message);
+  }
+  message->is_done = true;
+  return true;
 }
 
 void Mailbox::help() {
@@ -215,26 +265,6 @@ void Mailbox::help() {
 }
 
 // -- failing ----------------------------------------------------------------------------------------------------------------
-
-void Mailbox::cancel(const std::shared_ptr<Message>& message) {
-  for (Inbound& inbound : inbound_) {
-    if (inbound.target != message) continue;
-    inbound.target = nullptr;
-    inbound.is_dropped = true;
-  }
-  if (message->is_send) {
-    if (message->is_offered) retract(outbound_[message->peer]);
-    auto& messages = outbound_[message->peer].messages;
-    const auto it = std::find(messages.begin(), messages.end(), message);
-    if (it != messages.end()) {
-      messages.erase(it);
-      --sends_;
-    }
-  }
-  receives_.remove(message);
-  // Half a message cannot be called back: the receiver would take the next one for its rest.
-  if (message->is_send && message->is_framed) fail_all(std::current_exception());
-}
 
 // The bytes are no longer the receiver's to read.
 void Mailbox::retract(Outbound& outbound) {

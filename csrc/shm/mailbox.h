@@ -27,6 +27,9 @@
 
 namespace pycomm::shm {
 
+// The last tag that users may give a message. Those of higher ones are parts of a collective, which fails as a whole.
+inline constexpr std::int64_t kLastTag = 32758;
+
 struct Message {
   Message(bool is_send_, int peer_, std::int64_t tag_, unsigned char* data_, std::size_t bytes_)
       : is_send(is_send_), peer(peer_), tag(tag_), data(data_), bytes(bytes_) {}
@@ -56,9 +59,11 @@ class Mailbox {
   // Starts a message; the bytes stay the caller's and untouched until it is done.
   std::shared_ptr<Message> send(const void* data, std::size_t bytes, int peer, std::int64_t tag);
   std::shared_ptr<Message> receive(void* data, std::size_t bytes, int peer, std::int64_t tag);
+  // Takes back a receive, or a send that has not begun; what has come of a message goes to who asks next. False for a send that has begun.
+  bool give_up(const std::shared_ptr<Message>& message);
   // Moves what can be moved; true once `message` is done. Throws what went wrong with it.
   bool test(const std::shared_ptr<Message>& message);
-  // Blocks until it is done. Throws Mismatch, PeerLost, Timeout.
+  // Blocks until it is done. Throws Mismatch, PeerLost, Timeout; and Late, after which it is under way still.
   void wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns);
   void record_on(Log* log) { log_ = log; }  // tells the board whose message is waited for
   void set_name(const std::string& group) { waiter_.name(group, &messages_); }  // as the errors call it
@@ -109,8 +114,12 @@ class Mailbox {
   bool may_offer(const Outbound& outbound, const Message& message) const;
   static std::size_t next_piece(const Message& message, const ChannelWriter& channel);
   std::shared_ptr<Message> start(std::shared_ptr<Message> message);
-  // Takes mutex_, for which another thread may have to copy first.
+  // Takes mutex_, for which another thread may have to copy first. Throws Misuse in a forked child, where nobody might give it back.
   std::unique_lock<std::mutex> enter();
+  // Until the message is done, or no other thread drives the messages on.
+  void look_on(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
+  // Looks for signals, deaths and the time; `lock` is free meanwhile.
+  void look_around(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
   // All of these are called with mutex_ held. The bool ones say whether a byte moved.
   bool progress();
   bool push(Outbound& outbound, std::size_t most);
@@ -124,7 +133,6 @@ class Mailbox {
   bool take_aside(Message& message);
   void accept(Message& message, const Frame& frame, int from);  // `frame` is for `message`
   bool is_awaited(int from) const;
-  void cancel(const std::shared_ptr<Message>& message);
   void fail_all(const std::exception_ptr& error);
   bool is_anything_new();
   void help();
@@ -137,7 +145,7 @@ class Mailbox {
 
   unsigned char* area_;
   const AreaLayout at_;
-  int rank_, ranks_, spins_;
+  int rank_, ranks_, spins_, forks_at_start_;
   std::int64_t most_yield_ns_, yield_ns_;  // how long a wait yields; the second is the driving thread's
   std::vector<int> pids_, pidfds_;
   Waiter waiter_;

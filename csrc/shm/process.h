@@ -27,6 +27,9 @@ Process look_at(int pid);
 
 bool has_ended(int pidfd);  // false for -1
 
+// Counts the forks that led from the process that loaded this library to this one: a child inherits the mapping, but it is not a rank.
+int forks();
+
 // Whether the process has ended or is being ended; [Note: dying]. Costs some 10 us, where `has_ended` costs one.
 bool is_dead(int pidfd, int pid);
 

@@ -79,18 +79,33 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
   }
 }
 
-void Waiter::check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come) {
+void Waiter::check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come, bool is_users) {
   look_around(peer, doing);
-  const bool is_gone = peer >= 0 && __atomic_load_n(&setup_.sleepers[peer].is_gone, __ATOMIC_ACQUIRE) != 0;
+  const int gone = whose_leaving_ends(peer, is_users);
   const bool is_late = monotonic_ns() >= deadline.at_ns;
   // Asked last: a peer publishes all that is its part before it leaves, and then its leaving breaks nothing.
-  if ((!is_gone && !is_late) || has_come()) return;
-  if (is_gone) {
-    declare(FailureKind::kClosed, peer);
+  if ((gone < 0 && !is_late) || has_come()) return;
+  if (gone >= 0) {
+    declare(FailureKind::kClosed, gone);
     throw_if_broken(doing);
   }
+  const std::vector<std::int64_t> whom{peer, peer < 0 ? 0 : setup_.pids[peer], deadline.timeout_ns};
+  if (is_users) throw Late("late message", where(doing), whom);
   declare(FailureKind::kTimeout, setup_.rank);
-  throw Timeout("late", where(doing), {peer, peer < 0 ? 0 : setup_.pids[peer], deadline.timeout_ns});
+  throw Timeout("late", where(doing), whom);
+}
+
+int Waiter::whose_leaving_ends(int peer, bool is_users) const {
+  const auto is_gone = [this](int r) { return __atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0; };
+  if (peer >= 0) return is_gone(peer) ? peer : -1;
+  if (!is_users) return -1;
+  int last = -1;  // anyone may be waited for while there is one
+  for (int r = 0; r < setup_.ranks; ++r) {
+    if (r == setup_.rank) continue;
+    if (!is_gone(r)) return -1;
+    last = r;
+  }
+  return last;
 }
 
 void Waiter::look_around(int peer, const char* doing) {

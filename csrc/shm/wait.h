@@ -106,8 +106,10 @@ class Waiter {
   }
 
   // One look at everything but the counter and signals: throws if the group is broken or a rank is dead, and if rank `peer`
-  // has left or time is up and `has_come`, the caller's own look at what it waits for, still says no.
-  void check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come);
+  // has left or time is up and `has_come`, the caller's own look at what it waits for, still says no. When time is up that breaks
+  // the group, unless only a message of a user's is late. His message from anyone (-1) is in vain when all others have left; one of a
+  // transport that joins several groups may come through another.
+  void check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come, bool is_users = false);
   // The part of `check` without the call's own: throws if the group is broken or a rank of it is dead.
   void look_around(int peer, const char* doing);
   // Throws what Control::failure says, if it says anything.
@@ -135,6 +137,8 @@ class Waiter {
  private:
   static constexpr int kAll = -1;
 
+  // The rank that has closed the group so that a wait for `peer` is in vain; -1 if it is not.
+  int whose_leaving_ends(int peer, bool is_users) const;
   void until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
   void wait_long(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
   void wake(int to = kAll);

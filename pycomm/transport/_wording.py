@@ -139,8 +139,8 @@ def failed(place: Place | str, failure: Failure) -> TransportError:
         text = f"{who} has closed the group; every rank must make the same calls before it closes"
     elif failure.kind == "interrupted":
         text = (
-            f"{who} was interrupted (Ctrl-C, or a signal handler that raised) in the middle of a call, so the ranks "
-            f"are out of step; the group is broken, make a new one"
+            f"{who} was interrupted (Ctrl-C, a signal handler that raised, or no memory) in the middle of a call, so "
+            f"the ranks are out of step; the group is broken, make a new one"
         )
     else:
         text = f"{who} ran out of time in this group; the group is broken, make a new one"
@@ -248,10 +248,10 @@ def from_native(
     if kind in ("lost", "closed", "interrupted", "timeout"):
         rank, pid, status = numbers
         return failed(place, Failure(kind, rank, pid, status))
-    if kind == "late":
+    if kind in ("late", "late message"):
         rank, pid, limit_ns = numbers
         awaited = f"rank {rank} (pid {pid})" if rank >= 0 else ""
-        return timed_out(place, limit_ns / 1e9, awaited, is_broken=True)
+        return timed_out(place, limit_ns / 1e9, awaited, is_broken=kind == "late")
     if kind == "calls":
         return mismatch(place, [_describe_word(word, numel) for word, numel in calls])
     if kind == "splits":

@@ -21,7 +21,7 @@ from ..types import VERBS, ReduceOp, dtype_of_name
 from ._handoff import share_memory
 from ._patience import Patience
 from ._wording import CODES
-from .base import FIRST_OWN_TAG, Request, Transport
+from .base import Request, Transport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
@@ -86,7 +86,7 @@ class ShmTransport(Transport):
             heaps=host.heaps,
         )
         self.fast: Mapping[str, Callable[..., Any]] = MappingProxyType(
-            self._group.short_cuts(torch.Tensor, torch.nn.Parameter, FIRST_OWN_TAG - 1)
+            self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
         )
 
     @property

@@ -15,7 +15,7 @@ import torch
 
 import pycomm
 from harness import run_ranks, transport_params, wait_until
-from pycomm import ConfigError, PeerLostError
+from pycomm import CollectiveTimeoutError, ConfigError, PeerLostError
 from pycomm.collectives.message_work import NativeWork
 
 EVERYWHERE = transport_params()
@@ -88,6 +88,25 @@ def make_mistakes(rank: int) -> Any:
 @pytest.mark.parametrize("transport", EVERYWHERE)
 def test_mistakes_are_errors_and_leave_the_message(transport: str) -> None:
     run_ranks(2, make_mistakes, transport=transport)
+
+
+def wait_again(rank: int) -> None:
+    if rank == 1:
+        return answer(torch.full((3,), 7.0))
+    got = torch.zeros(3)
+    work = pycomm.irecv(got, 1)
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            work.wait(0.1)
+        assert "is broken" not in str(caught.value)
+    assert not work.is_completed() and work.exception() is None
+    ask()
+    assert work.wait(60) is True and (got == 7).all()
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_a_message_that_is_late_goes_on(transport: str) -> None:
+    run_ranks(2, wait_again, transport=transport)
 
 
 def drop_what_is_under_way(rank: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 
 import pycomm
 from harness import run_ranks
-from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from pycomm.ops import native
+from pycomm.transport.base import FIRST_OWN_TAG
 
 PIECE, CHANNEL = 16 << 10, 256 << 10  # bytes, of two ranks
 # A frame takes 16 bytes: what fits its line, the ends of the first piece and of a channel, what goes past the caches.
@@ -155,7 +158,7 @@ def test_mistakes_are_told_and_write_nothing() -> None:
 
 
 def interrupt_a_blocking_receive(rank: int) -> None:
-    """What Ctrl-C makes a call leave is still under way, and its memory must not be another's by the time it comes."""
+    """What Ctrl-C makes a call leave writes nothing any more, and what it was about to receive is for who asks next."""
     if rank == 1:
         pycomm.recv(torch.zeros(1), 0)
         pycomm.send(torch.full((1 << 18,), 7.0), 0)
@@ -167,10 +170,98 @@ def interrupt_a_blocking_receive(rank: int) -> None:
         pycomm.recv(torch.zeros(1 << 18), 1)
     others = [torch.zeros(1 << 18) for _ in range(8)]  # one of them would have that memory
     pycomm.send(torch.ones(1), 1)
-    got = torch.zeros(2)
-    assert pycomm.recv(got, 1) == 1 and (got == 8).all()
+    for numel, value in ((1 << 18, 7), (2, 8)):
+        got = torch.zeros(numel)
+        assert pycomm.recv(got, 1) == 1 and (got == value).all()
     assert all((other == 0).all() for other in others)
 
 
-def test_an_interrupted_receive_keeps_its_memory() -> None:
+def test_an_interrupted_receive_is_given_up() -> None:
     run_ranks(2, interrupt_a_blocking_receive)
+
+
+def receive_inside_a_handler(rank: int) -> None:
+    if rank == 1:
+        pycomm.recv(torch.zeros(1), 0, tag=3)
+        pycomm.send(torch.full((4,), 2.0), 0, tag=2)
+        return pycomm.send(torch.full((4,), 1.0), 0, tag=1)
+    inner, outer = torch.zeros(4), torch.zeros(4)
+
+    def handler(*_: object) -> None:
+        pycomm.send(torch.ones(1), 1, tag=3)
+        pycomm.recv(inner, 1, tag=2)
+
+    signal.signal(signal.SIGUSR1, handler)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    pycomm.recv(outer, 1, tag=1)
+    assert (inner == 2).all() and (outer == 1).all()
+
+
+def test_a_signal_handler_receives_while_its_thread_does() -> None:
+    run_ranks(2, receive_inside_a_handler)
+
+
+def wait_beside_another(rank: int) -> None:
+    if rank == 1:
+        pycomm.recv(torch.zeros(1), 0, tag=3)
+        return pycomm.send(torch.ones(4), 0, tag=1)
+    first, second = torch.zeros(4), torch.zeros(4)
+    longer, shorter = pycomm.irecv(first, 1, tag=1), pycomm.irecv(second, 1, tag=2)
+    thread = threading.Thread(target=longer.wait)  # this one moves the messages of all
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError):
+        shorter.wait(0.3)
+    assert time.monotonic() - start < 5
+    pycomm.send(torch.ones(1), 1, tag=3)
+    thread.join()
+    assert (first == 1).all()
+
+
+def test_a_wait_beside_another_thread_has_its_own_timeout() -> None:
+    run_ranks(2, wait_beside_another)
+
+
+def receive_from_nobody(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(PeerLostError, match="has closed the group"):
+            pycomm.recv(torch.zeros(4))
+
+
+def test_a_receive_from_anyone_ends_when_all_others_have_closed() -> None:
+    run_ranks(3, receive_from_nobody)
+
+
+def fork_with_messages(rank: int) -> None:
+    """A forked child drops a handle and tries to use what is its parent's; the messages come whole."""
+    if rank == 1:
+        pycomm.recv(torch.zeros(1), 0, tag=9)
+        return [pycomm.send(torch.full((1 << 15,), float(tag)), 0, tag=tag) for tag in range(3)]
+    got = [torch.zeros(1 << 15) for _ in range(3)]
+    works = [pycomm.irecv(tensor, 1, tag=tag) for tag, tensor in enumerate(got)]
+    tensor, group = torch.ones(1), pycomm.get_group()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with pytest.raises(TransportError, match="forked"):
+                works[0].wait(1)
+            with pytest.raises(TransportError, match="forked"):
+                pycomm.send(tensor, 1, group=group)
+            works.clear()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pycomm.send(torch.ones(1), 1, tag=9)
+    for tag, work in enumerate(works):
+        work.wait(60)
+        assert (got[tag] == tag).all()
+
+
+def test_a_forked_child_leaves_the_messages_alone() -> None:
+    run_ranks(2, fork_with_messages)
+
+
+def test_tags_of_users_end_where_those_of_plans_begin() -> None:
+    assert native().SHM_LAST_TAG == FIRST_OWN_TAG - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -152,3 +153,29 @@ def look_late(rank: int) -> None:
 @pytest.mark.parametrize("transport", [param for param in EVERYWHERE if param.values[0] != "shm"])
 def test_a_call_that_succeeded_for_the_others_succeeds_for_who_looks_late(transport: str) -> None:
     run_ranks(RANKS, look_late, transport=transport)
+
+
+def give_up_with_shared_buffers(rank: int) -> None:
+    """A rank that was stopped in such a call would write into this rank's memory when it goes on."""
+    aside = pycomm.new_group()
+    assert aside is not None
+    if rank == 1:
+        return pycomm.barrier(aside)
+
+    def place_of_new() -> int:
+        return pycomm.empty(1 << 16, shared=True).data_ptr()  # and given back
+
+    place = place_of_new()
+    assert place_of_new() == place
+    tensor = pycomm.empty(1 << 16, shared=True)
+    assert tensor.data_ptr() == place
+    with pytest.raises(CollectiveTimeoutError):
+        pycomm.all_reduce(tensor, timeout=0.2)
+    del tensor
+    gc.collect()
+    assert place_of_new() != place
+    pycomm.barrier(aside)
+
+
+def test_memory_that_a_late_rank_may_write_to_is_not_used_again() -> None:
+    run_ranks(2, give_up_with_shared_buffers)

@@ -166,7 +166,27 @@ void lose_messages() {
   run("messages and time", other, [](int rank, Group& world) {
     float one = 0;
     Mailbox& box = world.mailbox();
-    if (rank == 0) expect_throw<Timeout>("a message in time", [&] { box.wait(box.receive(&one, sizeof one, 1, 1), 5'000'000); });
+    if (rank == 1) {
+      world.barrier(0);
+      box.wait(box.send(&rank, sizeof rank, 0, 1), 20'000'000'000);
+      return;
+    }
+    const auto message = box.receive(&one, sizeof one, 1, 1);
+    expect_throw<Late>("a message in time", [&] { box.wait(message, 5'000'000); });
+    const auto other = box.receive(&one, sizeof one, 1, 2);
+    expect(box.give_up(other) && box.test(other), "a receive is taken back");
+    world.barrier(0);
+    box.wait(message, 20'000'000'000);  // which is under way still
+    const auto part = box.receive(&one, sizeof one, 1, kLastTag + 1);
+    expect_throw<Timeout>("part of a collective", [&] { box.wait(part, 5'000'000); });
+    expect_throw<Timeout>("after that", [&] { box.wait(box.receive(&one, sizeof one, 1, 1), 20'000'000'000); });
+  });
+  Host third(3);
+  run("messages from nobody", third, [](int rank, Group& world) {
+    float one = 0;
+    Mailbox& box = world.mailbox();
+    if (rank > 0) return world.close();
+    expect_throw<PeerLost>("from anyone", [&] { box.wait(box.receive(&one, sizeof one, -1, 1), 20'000'000'000); });
   });
 }
 
