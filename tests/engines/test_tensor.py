@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pycomm
 from engines.cases import PlainAttention, PlainMLP
@@ -156,6 +157,70 @@ def local_attention(attention: PlainAttention, x: torch.Tensor) -> torch.Tensor:
 
 def test_conversion_and_mistakes() -> None:
     run_ranks(2, other_job)
+
+
+def penalty_job(rank: int) -> None:
+    """The gradient of a gradient, which flows through both passes of every exchange."""
+    for kind in ("cut", "sequence"):
+        alone, cut = GPT("ordinary").double(), GPT(kind).double()
+        draw = torch.Generator().manual_seed(1)
+        tokens = torch.randint(VOCABULARY, (3, LENGTH + 1), generator=draw)
+        for model in (alone, cut):
+            embedded: list[torch.Tensor] = []
+            model.embedding.register_forward_hook(lambda *args, kept=embedded: kept.append(args[-1]))
+            with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+                (loss + 100 * gradient.square().sum()).backward()
+        ordinary = dict(alone.named_parameters())
+        for name, parameter in cut.named_parameters():
+            torch.testing.assert_close(parameter.grad, part_of(name, ordinary[name].grad), rtol=1e-9, atol=1e-12)
+    torch.manual_seed(2)
+    whole, x = nn.Linear(WIDTH, 12).double(), torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)
+    gathered = ColumnParallelLinear.of(whole, gathers_output=True)
+    seconds = []
+    for layer in (whole, gathered):
+        (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(gradient.pow(2).sum(), x)[0])
+    torch.testing.assert_close(*seconds)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_double_backward_equals_the_ordinary_layers(world_size: int) -> None:
+    run_ranks(world_size, penalty_job)
+
+
+def loss_job(rank: int) -> None:
+    n = pycomm.world_size()
+    torch.manual_seed(2)
+    whole = torch.randn(4, 3, 4 * n, dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for ignored, targets in (
+            (-100, [[0, 3, -100], [1, -100, 4 * n - 1], [2, 2, 2], [5, 0, 1]]),
+            (0, [[0, 3, 1], [0, 0, 4 * n - 1], [2, 2, 2], [5, 0, 1]]),
+        ):
+            target = torch.tensor(targets)
+            scores = whole.to(dtype, copy=True).requires_grad_()
+            mine = scores.detach().chunk(n, -1)[rank].clone().requires_grad_()
+            loss = ParallelCrossEntropy(ignore_index=ignored)(mine, target)
+            exact = scores if dtype == torch.float64 else scores.float()
+            expected = functional.cross_entropy(exact.flatten(0, 1), target.flatten(), ignore_index=ignored)
+            torch.testing.assert_close(loss, expected)  # their dtype, too
+            loss.backward()
+            expected.backward()
+            torch.testing.assert_close(mine.grad, scores.grad.chunk(n, -1)[rank])
+    mine = whole.chunk(n, -1)[rank].clone().requires_grad_()
+    loss = ParallelCrossEntropy()(mine, torch.full((4, 3), -100))
+    loss.backward()
+    assert loss.isnan() and not mine.grad.any()  # as torch has it
+    for bad in (4 * n, -1, -99):
+        with pytest.raises(pycomm.ConfigError, match=f"from 0 to {4 * n - 1}, got {bad};"):
+            ParallelCrossEntropy()(mine, torch.full((4, 3), bad))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_loss_equals_cross_entropy(world_size: int) -> None:
+    run_ranks(world_size, loss_job)
 
 
 def mesh_job(rank: int) -> None:

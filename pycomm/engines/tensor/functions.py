@@ -8,6 +8,11 @@
     cut_same            forward  own part of x         backward  all parts of the gradient
     sum_gradient        forward  a parameter           backward  its gradient, summed by reducer/reduce.py
 
+They are pairs: the backward pass of each is the other's forward pass, and is written as a call of it, so that it can
+itself be differentiated, as for a penalty on gradients:
+
+    copy_to_ranks, sum_gradient <-> sum_over_ranks         gather_dim <-> scatter_sum         gather_same <-> cut_same
+
 The first two stand around a pair of linear layers (f and g of Shoeybi et al. 2019, Megatron-LM, section 3); gather_dim
 and scatter_sum take their place where the sequence is cut between the pairs (Korthikanti et al. 2022, section 4.2.2).
 """
@@ -26,6 +31,7 @@ from ...reducer.reduce import Wire, start_sum
 __all__ = [
     "copy_to_ranks",
     "cut_same",
+    "find_own",
     "gather_dim",
     "gather_same",
     "own_part",
@@ -41,9 +47,27 @@ def own_part(x: torch.Tensor, group: pycomm.Group, dim: int) -> torch.Tensor:
     return x.chunk(group.world_size, dim)[group.rank]
 
 
+def find_own(index: torch.Tensor, length: int, group: pycomm.Group, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where to look up ``index (...)`` in this rank's ``length`` entries of a vocabulary, and which are there.
+
+    The others are to be looked up at 0. Raises ConfigError for one that no rank has; ``what`` words the place. On a
+    GPU, where to ask would make the host wait, its index is out of bounds: the lookup fails as an ordinary one does.
+    """
+    entries = length * group.world_size
+    is_known = (index >= 0) & (index < entries)
+    if index.device.type == "cpu" and not is_known.all():
+        raise ConfigError(
+            f"{what}: expected indices from 0 to {entries - 1}, got "
+            f"{index[~is_known][0].item()}; check the tokens, or choose a larger vocabulary"
+        )
+    local = index - group.rank * length
+    is_here = (local >= 0) & (local < length)
+    return local.where(is_here, 0).where(is_known, length), is_here
+
+
 def _summed(x: torch.Tensor, group: pycomm.Group) -> torch.Tensor:
     result = x.contiguous().clone()
-    pycomm.all_reduce(result, group=group)
+    start_sum(Wire(group, is_async=False), result)
     return result
 
 
@@ -78,17 +102,18 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _summed(gradient, ctx.group), None
+        return sum_over_ranks(gradient, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: pycomm.Group) -> Any:
+        ctx.group = group
         return _summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return copy_to_ranks(gradient, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -99,9 +124,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if ctx.is_same:
-            return own_part(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
-        return _scattered(gradient, ctx.group, ctx.dim), None, None, None
+        reverse = cut_same if ctx.is_same else scatter_sum
+        return reverse(gradient, ctx.group, ctx.dim), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -112,7 +136,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gathered(gradient, ctx.group, ctx.dim), None, None
+        return gather_dim(gradient, ctx.group, ctx.dim), None, None
 
 
 class _Cut(torch.autograd.Function):
@@ -123,20 +147,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gathered(gradient, ctx.group, ctx.dim), None, None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, group: pycomm.Group) -> Any:
-        ctx.group = group
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.contiguous().clone()
-        start_sum(Wire(ctx.group, is_async=False), gradient)
-        return gradient, None
+        return gather_same(gradient, ctx.group, ctx.dim), None, None
 
 
 def copy_to_ranks(x: torch.Tensor, group: pycomm.Group) -> torch.Tensor:
@@ -171,4 +182,4 @@ def cut_same(x: torch.Tensor, group: pycomm.Group, dim: int) -> torch.Tensor:
 
 def sum_gradient(parameter: torch.Tensor, group: pycomm.Group) -> torch.Tensor:
     """Returns ``parameter``, which is whole on every rank but sees only a part of the sequence there."""
-    return _SumGradient.apply(parameter, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Copy.apply(parameter, group)  # type: ignore[no-untyped-call, no-any-return]

@@ -12,40 +12,36 @@ from torch import nn
 
 import pycomm
 
+from .functions import find_own, sum_over_ranks
+
 __all__ = ["ParallelCrossEntropy"]
 
 
 class ParallelCrossEntropy(nn.Module):
-    """The mean loss, as ``functional.cross_entropy`` gives it for the whole scores."""
+    """The mean loss, as ``functional.cross_entropy`` gives it for the whole scores, in float32 or for float64 in that.
 
-    def __init__(self, group: Any = None) -> None:
+    Positions whose target is ``ignore_index`` do not count; if none is left the loss is NaN.
+    """
+
+    def __init__(self, group: Any = None, *, ignore_index: int = -100) -> None:
         super().__init__()
         self.group = pycomm.get_group(group)
+        self.ignore_index = ignore_index
 
     def forward(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """``scores (..., vocabulary / world_size)`` of this rank, ``targets (...)`` in the whole vocabulary."""
-        loss: torch.Tensor = _CrossEntropy.apply(scores.float(), targets, self.group)  # type: ignore[no-untyped-call]
-        return loss
+        """``scores (..., vocabulary / world_size)`` of this rank, ``targets (...)`` in the whole vocabulary.
 
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, targets: torch.Tensor, group: pycomm.Group) -> Any:
-        largest = scores.amax(-1)
-        pycomm.all_reduce(largest, pycomm.ReduceOp.MAX, group)
+        The targets are the same on all ranks. Raises ConfigError for one that is not in the vocabulary.
+        """
+        counts = targets != self.ignore_index
+        index, is_here = find_own(targets.where(counts, 0), scores.shape[-1], self.group, "ParallelCrossEntropy")
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        largest = scores.detach().amax(-1)
+        pycomm.all_reduce(largest, pycomm.ReduceOp.MAX, self.group)
         shifted = scores - largest.unsqueeze(-1)
-        local = targets - group.rank * scores.shape[-1]
-        is_here = (local >= 0) & (local < scores.shape[-1])
-        index = local.where(is_here, 0).unsqueeze(-1)
-        weights = shifted.exp()
-        both = torch.stack([weights.sum(-1), shifted.gather(-1, index).squeeze(-1) * is_here])
-        pycomm.all_reduce(both, group=group)
-        total, of_target = both
-        ctx.save_for_backward(weights.div_(total.unsqueeze(-1)), index, is_here)
-        return (total.log() - of_target).mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        probabilities, index, is_here = ctx.saved_tensors
-        result = probabilities.scatter_add(-1, index, -is_here.to(probabilities.dtype).unsqueeze(-1))
-        return result * (gradient / is_here.numel()), None, None
+        place = torch.arange(index.numel(), device=index.device)
+        # An index, and not gather, which would keep all of its input for the backward pass.
+        of_target = shifted.reshape(-1, shifted.shape[-1])[place, index.flatten()].view_as(index).where(is_here, 0)
+        total, of_target = sum_over_ranks(torch.stack([shifted.exp().sum(-1), of_target]), self.group)
+        loss: torch.Tensor = (total.log() - of_target).where(counts, 0).sum() / counts.sum()
+        return loss
