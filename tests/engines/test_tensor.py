@@ -116,9 +116,9 @@ def other_job(rank: int) -> None:
     for output, each in zip((attention(x), mlp(x), model["bare"](model["gathered"](x))), expected):
         torch.testing.assert_close(output, each, rtol=1e-4, atol=1e-5)
     for bad, words in (
-        ({"none.*": "row"}, "names no module"),
+        ({"none.*": "row"}, "names no module inside of the one given; it has attention"),
         ({"bare": "diagonal"}, "expected one of column"),
-        ({"bare": "vocabulary"}, "is a Linear"),
+        ({"bare": "vocabulary"}, "'bare' as 'vocabulary'.* expected nn.Embedding itself, got a Linear"),
     ):
         with pytest.raises(pycomm.ConfigError, match=words):
             parallelize(model, bad)
@@ -143,8 +143,9 @@ def other_job(rank: int) -> None:
             make()
     with pytest.raises(pycomm.ConfigError, match=r"ColumnParallelLinear: parameters on ranks \[0\] are on the meta"):
         ColumnParallelLinear.of(nn.Linear(4, 4, device="cpu" if rank else "meta"))
-    with pytest.raises(pycomm.ConfigError, match="padding_idx"):
-        VocabParallelEmbedding.of(nn.Embedding(4, 4, padding_idx=0))
+    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with pytest.raises(pycomm.ConfigError, match=f"{next(iter(options))}.* cannot be cut"):
+            VocabParallelEmbedding.of(nn.Embedding(4, 4, **options))
 
 
 def local_attention(attention: PlainAttention, x: torch.Tensor) -> torch.Tensor:
@@ -221,6 +222,50 @@ def loss_job(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_loss_equals_cross_entropy(world_size: int) -> None:
     run_ranks(world_size, loss_job)
+
+
+def embedding_job(rank: int) -> None:
+    n = pycomm.world_size()
+    tokens = torch.tensor([[1, 4 * n - 1, 6], [1, 2, 5]])
+    for padding in (None, 1, -2, 5):  # a row of the first rank, one of the last, and of the second
+        torch.manual_seed(2)
+        whole = nn.Embedding(4 * n, 3, padding_idx=padding)
+        torch.manual_seed(2)
+        drawn = VocabParallelEmbedding(4 * n, 3, padding_idx=padding)
+        cut = VocabParallelEmbedding.of(whole)
+        assert torch.equal(cut.weight, drawn.weight)
+        assert torch.equal(cut(tokens), whole(tokens))
+        for layer in (whole, cut):
+            layer(tokens).pow(2).sum().backward()
+        torch.testing.assert_close(cut.weight.grad, whole.weight.grad.chunk(n)[rank])
+    for bad in (4 * n, -1):
+        with pytest.raises(pycomm.ConfigError, match=f"from 0 to {4 * n - 1}, got {bad};"):
+            cut(torch.tensor([1, bad]))
+    with torch.no_grad():
+        cut.weight[0] = float("inf")  # looked up in place of the others' tokens, and not to be seen
+    assert torch.equal(cut(tokens), whole(tokens))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_embedding_equals_the_ordinary_one(world_size: int) -> None:
+    run_ranks(world_size, embedding_job)
+
+
+def autocast_job(rank: int) -> None:
+    torch.manual_seed(2)
+    whole, x = PlainMLP(WIDTH, HIDDEN), torch.randn(2, LENGTH, WIDTH)
+    for is_cut in (False, True):
+        torch.manual_seed(2)
+        mlp = TensorParallelMLP(WIDTH, HIDDEN, is_sequence_parallel=is_cut)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = whole(x)
+            output = mlp(cut_same(x, pycomm.get_group(), 1) if is_cut else x)
+        expected = expected.chunk(2, 1)[rank] if is_cut else expected
+        torch.testing.assert_close(output, expected, rtol=0.05, atol=0.01)  # their dtype, too
+
+
+def test_autocast() -> None:
+    run_ranks(2, autocast_job)
 
 
 def mesh_job(rank: int) -> None:

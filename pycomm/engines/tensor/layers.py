@@ -17,19 +17,32 @@ import pycomm
 
 from ...errors import ConfigError
 from .._agreement import check_same_model
-from .functions import copy_to_ranks, gather_dim, gather_same, own_part, scatter_sum, sum_gradient, sum_over_ranks
+from .cuts import CutLayer
+from .functions import (
+    copy_to_ranks,
+    find_own,
+    gather_dim,
+    gather_same,
+    scatter_sum,
+    sum_gradient,
+    sum_over_ranks,
+)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "SequenceParallelLayerNorm", "VocabParallelEmbedding"]
 
 _SEQUENCE = 1
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(CutLayer):
     """``nn.Linear`` cut along its outputs: ``(..., in)`` to this rank's ``(..., out / world_size)``.
 
     ``blocks`` > 1: the outputs are so many things side by side, such as q, k and v, and each is cut.
     ``gathers_output`` gives the whole output on every rank instead. Raises ConfigError if the ranks do not divide it.
     """
+
+    _dims = {"weight": 0, "bias": 0}
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -43,31 +56,34 @@ class ColumnParallelLinear(nn.Module):
         is_sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.group = pycomm.get_group(group)
-        self.gathers_output, self.is_sequence_parallel = gathers_output, is_sequence_parallel
-        self._take(nn.Linear(in_features, out_features, bias), blocks)
+        self._take(nn.Linear(in_features, out_features, bias), group, blocks, gathers_output, is_sequence_parallel)
 
     @classmethod
-    def of(cls, linear: nn.Linear, group: Any = None, **options: Any) -> ColumnParallelLinear:
-        """Returns this rank's part of ``linear``."""
+    def of(
+        cls,
+        linear: nn.Linear,
+        group: Any = None,
+        *,
+        blocks: int = 1,
+        gathers_output: bool = False,
+        is_sequence_parallel: bool = False,
+    ) -> ColumnParallelLinear:
+        """Returns this rank's part of ``linear``. Raises ConfigError for a subclass, and for one that has hooks."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.group = pycomm.get_group(group)
-        layer.gathers_output = options.get("gathers_output", False)
-        layer.is_sequence_parallel = options.get("is_sequence_parallel", False)
-        layer._take(linear, options.get("blocks", 1))
+        layer._take(linear, group, blocks, gathers_output, is_sequence_parallel)
         return layer
 
-    def _take(self, linear: nn.Linear, blocks: int) -> None:
-        _check_same(self.group, linear, type(self).__name__)
+    def _take(
+        self, linear: nn.Linear, group: Any, blocks: int, gathers_output: bool, is_sequence_parallel: bool
+    ) -> None:
+        self.group, self.blocks = pycomm.get_group(group), blocks
+        self.gathers_output, self.is_sequence_parallel = gathers_output, is_sequence_parallel
+        self._check_replaces(linear, nn.Linear)
         _check_divides(self.group, linear.out_features, f"{blocks} x heads or outputs", blocks)
-
-        def part(whole: torch.Tensor) -> nn.Parameter:
-            cut = [own_part(block, self.group, 0) for block in whole.detach().chunk(blocks)]
-            return nn.Parameter(torch.cat(cut), requires_grad=whole.requires_grad)
-
-        self.weight = part(linear.weight)
-        self.bias = None if linear.bias is None else part(linear.bias)
+        self._take_part("weight", linear.weight)
+        self._take_part("bias", linear.bias)
+        self.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x (..., in)``, the same on all ranks (or cut along the sequence), to ``(..., out / world_size)``."""
@@ -76,11 +92,15 @@ class ColumnParallelLinear(nn.Module):
         return gather_same(output, self.group, -1) if self.gathers_output else output
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(CutLayer):
     """``nn.Linear`` cut along its inputs: this rank's ``(..., in / world_size)`` to the whole ``(..., out)``.
 
     The bias is whole on every rank and added once. With ``is_sequence_parallel`` the output is cut along the sequence.
     """
+
+    _dims = {"weight": 1}
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -92,67 +112,81 @@ class RowParallelLinear(nn.Module):
         is_sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.group = pycomm.get_group(group)
-        self.is_sequence_parallel = is_sequence_parallel
-        self._take(nn.Linear(in_features, out_features, bias))
+        self._take(nn.Linear(in_features, out_features, bias), group, is_sequence_parallel)
 
     @classmethod
-    def of(cls, linear: nn.Linear, group: Any = None, **options: Any) -> RowParallelLinear:
-        """Returns this rank's part of ``linear``."""
+    def of(cls, linear: nn.Linear, group: Any = None, *, is_sequence_parallel: bool = False) -> RowParallelLinear:
+        """Returns this rank's part of ``linear``. Raises ConfigError for a subclass, and for one that has hooks."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.group = pycomm.get_group(group)
-        layer.is_sequence_parallel = options.get("is_sequence_parallel", False)
-        layer._take(linear)
+        layer._take(linear, group, is_sequence_parallel)
         return layer
 
-    def _take(self, linear: nn.Linear) -> None:
-        _check_same(self.group, linear, type(self).__name__)
+    def _take(self, linear: nn.Linear, group: Any, is_sequence_parallel: bool) -> None:
+        self.group, self.is_sequence_parallel = pycomm.get_group(group), is_sequence_parallel
+        self._check_replaces(linear, nn.Linear)
         _check_divides(self.group, linear.in_features, "inputs")
-        weight = own_part(linear.weight.detach(), self.group, 1)
-        self.weight = nn.Parameter(weight.clone(), requires_grad=linear.weight.requires_grad)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+        self._take_part("weight", linear.weight)
+        self._take_part("bias", linear.bias)
+        self.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's ``x (..., in / world_size)`` to ``(..., out)``, the same on all ranks."""
         partial = functional.linear(x, self.weight)
         if not self.is_sequence_parallel:
             total = sum_over_ranks(partial, self.group)
-            return total if self.bias is None else total + self.bias
+            return total if self.bias is None else total + self.bias.to(total.dtype)  # under autocast they differ
         total = scatter_sum(partial, self.group, _SEQUENCE)
-        return total if self.bias is None else total + sum_gradient(self.bias, self.group)
+        return total if self.bias is None else total + sum_gradient(self.bias, self.group).to(total.dtype)
 
 
-class VocabParallelEmbedding(nn.Module):
-    """``nn.Embedding`` cut along the vocabulary: ``tokens (...)`` to ``(..., width)`` on every rank."""
+class VocabParallelEmbedding(CutLayer):
+    """``nn.Embedding`` cut along the vocabulary: ``tokens (...)`` to ``(..., width)`` on every rank.
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, group: Any = None) -> None:
+    The row ``padding_idx`` gets no gradient. ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` are refused: they go
+    by which rows are looked up, and a rank looks up its row 0 in place of those that it does not have.
+    """
+
+    _dims = {"weight": 0}
+    weight: nn.Parameter
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, group: Any = None, *, padding_idx: int | None = None
+    ) -> None:
         super().__init__()
-        self.group = pycomm.get_group(group)
-        self._take(nn.Embedding(num_embeddings, embedding_dim))
+        self._take(nn.Embedding(num_embeddings, embedding_dim, padding_idx), group)
 
     @classmethod
     def of(cls, embedding: nn.Embedding, group: Any = None) -> VocabParallelEmbedding:
-        """Returns this rank's part of ``embedding``."""
+        """Returns this rank's part of ``embedding``. Raises ConfigError for one that does more than to look up."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.group = pycomm.get_group(group)
-        layer._take(embedding)
+        layer._take(embedding, group)
         return layer
 
-    def _take(self, embedding: nn.Embedding) -> None:
-        _check_same(self.group, embedding, type(self).__name__)
-        if embedding.padding_idx is not None or embedding.max_norm is not None:
-            raise ConfigError("VocabParallelEmbedding: padding_idx and max_norm cannot be cut; expected None for both")
+    def _take(self, embedding: nn.Embedding, group: Any) -> None:
+        self.group = pycomm.get_group(group)
+        self._check_replaces(embedding, nn.Embedding)
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise ConfigError(
+                f"VocabParallelEmbedding: max_norm, scale_grad_by_freq and sparse cannot be cut; expected None, False "
+                f"and False, got {embedding.max_norm}, {embedding.scale_grad_by_freq} and {embedding.sparse}"
+            )
         _check_divides(self.group, embedding.num_embeddings, "entries of the vocabulary")
-        self.weight = nn.Parameter(own_part(embedding.weight.detach(), self.group, 0).clone())
+        self._take_part("weight", embedding.weight)
+        self.padding_idx = embedding.padding_idx
+        self.train(embedding.training)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A rank looks up the tokens that it has; the others' count as zeros."""
-        local = tokens - self.group.rank * len(self.weight)
-        is_here = (local >= 0) & (local < len(self.weight))
-        found = functional.embedding(local.where(is_here, 0), self.weight)
-        return sum_over_ranks(found * is_here.unsqueeze(-1).to(found.dtype), self.group)
+        """A rank looks up the tokens that it has; the others' count as zeros.
+
+        The tokens are the same on all ranks. Raises ConfigError for one that is not in the vocabulary.
+        """
+        length = len(self.weight)
+        local, is_here = find_own(tokens, length, self.group, "VocabParallelEmbedding")
+        padding = -1 if self.padding_idx is None else self.padding_idx - self.group.rank * length
+        found = functional.embedding(local, self.weight, padding if 0 <= padding < length else None)
+        return sum_over_ranks(found.where(is_here.unsqueeze(-1), 0), self.group)
 
 
 class SequenceParallelLayerNorm(nn.LayerNorm):
@@ -161,17 +195,12 @@ class SequenceParallelLayerNorm(nn.LayerNorm):
     def __init__(self, normalized_shape: Any, group: Any = None, **options: Any) -> None:
         super().__init__(normalized_shape, **options)
         self.group = pycomm.get_group(group)
-        _check_same(self.group, self, type(self).__name__)
+        check_same_model(list(self.named_parameters()), self.group, type(self).__name__)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x (batch, length / world_size, width)`` to the same shape."""
         weight, bias = (None if each is None else sum_gradient(each, self.group) for each in (self.weight, self.bias))
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-def _check_same(group: pycomm.Group, whole: nn.Module, what: str) -> None:
-    """Raises on every rank unless all cut the same layer: parts of different ones may fit together and mean nothing."""
-    check_same_model(list(whole.named_parameters()), group, what)
 
 
 def _check_divides(group: pycomm.Group, length: int, what: str, blocks: int = 1) -> None:
