@@ -24,6 +24,7 @@ from pycomm.engines.tensor import (
     TensorParallelAttention,
     TensorParallelMLP,
     VocabParallelEmbedding,
+    clip_grad_norm_,
 )
 
 WIDTH, HEADS, HIDDEN, VOCABULARY, BLOCKS = 16, 4, 32, 18, 2
@@ -63,12 +64,14 @@ def gpt(tp: Any = None) -> nn.Sequential:
     return nn.Sequential(embedding, *(Block(tp) for _ in range(BLOCKS)), Head(embedding, tp))
 
 
-def train_alone(optimizer_name: str) -> dict[str, torch.Tensor]:
+def train_alone(optimizer_name: str, max_norm: float | None = None) -> dict[str, torch.Tensor]:
     model = gpt()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     for inputs, targets in batches("gpt"):
         optimizer.zero_grad()
         functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        if max_norm is not None:
+            assert nn.utils.clip_grad_norm_(model.parameters(), max_norm) > max_norm
         optimizer.step()
     return model.state_dict()
 
@@ -106,7 +109,7 @@ def three_axes(schedule: str, optimizer_name: str) -> float:
     return error_of(dict(pipeline.named_parameters()), train_alone(optimizer_name), tp)
 
 
-def data_and_tensor(optimizer_name: str) -> float:
+def data_and_tensor(optimizer_name: str, max_norm: float | None = None) -> float:
     mesh = pycomm.Mesh(dp=4, tp=2)
     tp = mesh.group("tp")
     model, loss = gpt(tp), ParallelCrossEntropy(tp)
@@ -115,8 +118,10 @@ def data_and_tensor(optimizer_name: str) -> float:
     for inputs, targets in batches("gpt"):
         optimizer.zero_grad()
         loss(ddp(inputs.chunk(4)[mesh["dp"]]), targets.chunk(4)[mesh["dp"]]).backward()
+        if max_norm is not None:
+            clip_grad_norm_(ddp.parameters(), max_norm, group=tp)
         optimizer.step()
-    return error_of(dict(model.named_parameters()), train_alone(optimizer_name), tp)
+    return error_of(dict(model.named_parameters()), train_alone(optimizer_name, max_norm), tp)
 
 
 def sharded_and_tensor(optimizer_name: str) -> float:
@@ -131,6 +136,8 @@ def sharded_and_tensor(optimizer_name: str) -> float:
         optimizer.zero_grad()
         loss(fsdp(inputs.chunk(4)[mesh["fsdp"]]), targets.chunk(4)[mesh["fsdp"]]).backward()
         optimizer.step()
+    with pytest.raises(pycomm.ConfigError, match="got shards of FullyShardedDataParallel"):
+        clip_grad_norm_(fsdp.parameters(), 1.0, group=tp)
     held, planned = fsdp.memory_stats(), state_bytes(numel, "FULL_SHARD", 4, "fp32", optimizer_name)
     names = ("parameters", "gradients", "optimizer")
     told = torch.tensor([float(getattr(held, name).device) for name in names])
@@ -182,6 +189,7 @@ def job(rank: int) -> dict[str, float]:
     return {
         "pp x dp x tp": three_axes("one_f_one_b", "adamw"),
         "dp x tp": data_and_tensor("sgd"),
+        "dp x tp, clipped": data_and_tensor("sgd", 0.1),
         "fsdp x tp": sharded_and_tensor("adamw"),
     }
 

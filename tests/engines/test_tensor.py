@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from pycomm.engines.tensor import (
     TensorParallelAttention,
     TensorParallelMLP,
     VocabParallelEmbedding,
+    clip_grad_norm_,
     cut_same,
     parallelize,
 )
@@ -266,6 +268,47 @@ def autocast_job(rank: int) -> None:
 
 def test_autocast() -> None:
     run_ranks(2, autocast_job)
+
+
+def clip_job(rank: int) -> list[float]:
+    """Each part counts once, and what is whole once, so the norm is that of one process."""
+    norms = []
+    for kind, dtype in (("cut", torch.float32), ("sequence", torch.float32), ("cut", torch.bfloat16)):
+        alone, cut = GPT("ordinary"), GPT(kind).to(dtype)
+        tokens = torch.randint(VOCABULARY, (3, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+        for model in (alone, cut):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        ordinary = dict(alone.named_parameters())
+        bound = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.02}
+        for max_norm, norm_type in ((100.0, 2.0), (0.5, 2.0), (0.4, 1.0), (0.01, float("inf"))):
+            expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm, norm_type)
+            norm = clip_grad_norm_(cut.parameters(), max_norm, norm_type)
+            torch.testing.assert_close(norm, expected, **bound)
+            for name, parameter in cut.named_parameters():
+                torch.testing.assert_close(parameter.grad.float(), part_of(name, ordinary[name].grad), **bound)
+            norms.append(norm.item())
+    half = pycomm.new_group([rank])
+    with pytest.raises(pycomm.ConfigError, match=rf"cut over ranks \({rank},\) .*cut over \(0, 1"):
+        clip_grad_norm_(cut.parameters(), 1.0, group=half)
+    with pytest.raises(pycomm.ConfigError, match="got 4, cut over none"):
+        clip_grad_norm_(PlainAttention(4, 2).parameters(), 1.0)
+    with pytest.raises(pycomm.ConfigError, match="norm_type: expected a number above 0, or inf, got 0"):
+        clip_grad_norm_(cut.parameters(), 1.0, 0)
+    cut.head.weight = nn.Parameter(cut.head.weight.detach().clone())  # as load_state_dict(assign=True) does
+    cut.head.weight.grad = torch.ones_like(cut.head.weight)
+    norm = clip_grad_norm_([cut.head.weight], 1.0)
+    assert norm.item() == pytest.approx((VOCABULARY * WIDTH) ** 0.5)
+    file = io.BytesIO()
+    torch.save(cut.head.weight, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), cut.head.weight)  # what is said on a parameter does not hinder
+    return norms
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_clipping_equals_one_process(world_size: int) -> None:
+    first, *others = run_ranks(world_size, clip_job)
+    assert all(each == first for each in others)  # to the bit
 
 
 def mesh_job(rank: int) -> None:
