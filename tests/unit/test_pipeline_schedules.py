@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import xml.etree.ElementTree
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from pycomm.engines.pipeline.actions import Action, Kind
 from pycomm.engines.pipeline.draw import to_svg, to_text
 from pycomm.engines.pipeline.lower import lower, validate
 from pycomm.engines.pipeline.schedules import SCHEDULES, make
 from pycomm.engines.pipeline.simulate import StageTimes, simulate
-from pycomm.engines.pipeline.split import balance, split_model
+from pycomm.engines.pipeline.split import balance, layer_times_s, split_model
+from pycomm.engines.planning.checkpointing import measure_blocks
 from pycomm.errors import ConfigError, PlanError
 
 SIZES = [(ranks, ranks * turns) for ranks in (1, 2, 3, 4, 6) for turns in (1, 2, 4)]
@@ -122,3 +126,28 @@ def test_split_by_list() -> None:
         split_model(layers, 2, [4, 2])
     with pytest.raises(ConfigError, match="sample="):
         split_model(layers, 2, "time")
+
+
+class Counts(nn.Module):
+    """Replaces its buffer in each forward pass, as BatchNorm writes into its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return x
+
+
+def test_measuring_leaves_no_trace() -> None:
+    torch.manual_seed(5)
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), Counts(), nn.Dropout(), nn.Linear(4, 4)]
+    sample = torch.randn(3, 4) + 5
+    before, numbers = copy.deepcopy(nn.Sequential(*layers).state_dict()), torch.get_rng_state()
+    for measure in (layer_times_s, measure_blocks):
+        assert len(measure(layers, sample)) == 5
+        after = nn.Sequential(*layers).state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert torch.equal(torch.get_rng_state(), numbers)
+        assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())

@@ -6,7 +6,7 @@ All give an ``nn.Sequential`` a stage, of consecutive layers of an ``nn.Sequenti
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
+from .._measuring import without_trace
 
 __all__ = ["balance", "layer_times_s", "split_model"]
 
@@ -79,9 +80,15 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def layer_times_s(layers: Sequence[nn.Module], sample: torch.Tensor) -> list[float]:
-    """Returns the seconds of forward and backward of each layer, medians, on what reaches it of ``sample``."""
-    times = []
-    inputs = sample
+    """Returns the seconds of forward and backward of each layer, medians, on what reaches it of ``sample``.
+
+    The layers' buffers and torch's random numbers are as before.
+    """
+    with without_trace(layers):
+        return list(_times_s(layers, sample))
+
+
+def _times_s(layers: Sequence[nn.Module], inputs: torch.Tensor) -> Iterator[float]:
     for layer in layers:
         taken = []
         for _ in range(_SAMPLES):
@@ -92,6 +99,5 @@ def layer_times_s(layers: Sequence[nn.Module], sample: torch.Tensor) -> list[flo
             if wanted:
                 torch.autograd.grad(output.sum(), wanted, allow_unused=True)
             taken.append(time.perf_counter() - start_s)
-        times.append(median(taken))
+        yield median(taken)
         inputs = output.detach()
-    return times

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...errors import ConfigError
 from ...sizes import parse_bytes
+from .._measuring import without_trace
 
 __all__ = ["BlockCost", "CheckpointPlan", "apply_checkpoints", "measure_blocks", "plan_checkpoints"]
 
@@ -100,10 +101,14 @@ def measure_blocks(blocks: Sequence[nn.Module], sample: Any) -> list[BlockCost]:
     """Runs ``blocks`` one after the other on ``sample`` and returns what each costs; times are medians of three.
 
     Bytes are those of the tensors that autograd saves, each storage once, without parameters and buffers. What two
-    blocks share (the output of one is saved as the input of the next) counts for the later one.
+    blocks share (the output of one is saved as the input of the next) counts for the later one. The blocks' buffers and
+    torch's random numbers are as before.
     """
-    costs = []
-    given = sample
+    with without_trace(blocks):
+        return list(_costs(blocks, sample))
+
+
+def _costs(blocks: Sequence[nn.Module], given: Any) -> Iterator[BlockCost]:
     for block in blocks:
         inputs = given.detach().requires_grad_(given.is_floating_point())
         own = {each.untyped_storage().data_ptr() for each in _held_by(block)}
@@ -124,9 +129,8 @@ def measure_blocks(blocks: Sequence[nn.Module], sample: Any) -> list[BlockCost]:
             taken.append(time.perf_counter() - start_s)
         saved.pop(output.untyped_storage().data_ptr(), None)
         saved[inputs.untyped_storage().data_ptr()] = input_bytes = inputs.untyped_storage().nbytes()
-        costs.append(BlockCost(median(taken), sum(saved.values()), input_bytes))
+        yield BlockCost(median(taken), sum(saved.values()), input_bytes)
         given = output
-    return costs
 
 
 def _held_by(block: nn.Module) -> Iterator[torch.Tensor]:
