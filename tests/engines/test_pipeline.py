@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 import pycomm
 from engines.cases import LAYERED, OPTIMIZERS, batches, make, relative_error, train_alone
 from harness import run_ranks
 from pycomm.engines.pipeline.schedules import SCHEDULES
 from pycomm.engines.pipeline.simulate import simulate
+from pycomm.engines.pipeline.weights import defer_linears
 
 MICROBATCHES = {2: 4, 3: 6, 4: 4}  # they divide the 12 rows, and the ranks divide them
 BOUND = {torch.float32: 2e-4, torch.bfloat16: 0.1}
@@ -75,6 +80,177 @@ def test_equals_one_process(world_size: int) -> None:
         assert {what: error for what, error in errors.items() if not error <= 1} == {}
 
 
+# -- the gradients of models that are not plainly trained ------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Uses the weight of a linear layer beside the layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + functional.linear(x.sin(), self.linear.weight)
+
+
+class Shift(nn.Module):
+    """Whole numbers to whole numbers: there is no gradient to give back."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (tokens + 1) % 11
+
+
+def small_layers(case: str) -> list[nn.Module]:
+    """Returns eight layers, equal each time, changed as ``case`` says."""
+    torch.manual_seed(3)
+    inner = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)]
+    layers = [nn.Embedding(11, 6), *inner, Twice(), nn.Linear(6, 11, bias=False)]
+    if case.startswith("tied"):
+        layers[-1].weight = layers[0].weight
+    frozen = {"tied and frozen": [layers[0]], "frozen first": layers[:1], "frozen stage": layers[:6],
+              "frozen last": layers[1:]}.get(case, [])  # fmt: skip
+    for layer in frozen:
+        layer.requires_grad_(False)
+    for layer in layers:
+        if case == "biases alone":
+            for name, parameter in layer.named_parameters():
+                parameter.requires_grad_(name.endswith("bias"))
+    if case == "computed weights":
+        prune.custom_from_mask(layers[1][0], "weight", torch.ones(6, 6).triu())
+        layers[2][0] = nn.utils.weight_norm(layers[2][0])
+        layers[3][0] = nn.utils.parametrizations.weight_norm(layers[3][0])
+        prune.custom_from_mask(layers[4][0], "bias", torch.arange(6) % 2)
+    if case == "replaced forward":
+        layers[1][0].forward = partial(functional.linear, weight=layers[1][0].weight)  # without the bias
+    if case == "hooks":
+        layers[1][0].weight.register_hook(lambda gradient: 2 * gradient)
+        layers[-1].weight.register_hook(lambda gradient: -gradient)
+    return [Shift(), *layers] if case == "whole numbers" else layers
+
+
+def gradient_mistakes(
+    case: str, *, steps: int = 1, bound: float = 1e-4, mesh: Any = None, **options: Any
+) -> dict[str, str]:
+    """Returns what is wrong with this rank's gradients after ``steps`` batches, by the one process that they equal."""
+    group = None
+    if mesh is not None:
+        group, options["data_group"] = mesh.group("pp"), mesh.group("dp")
+    pipeline = pycomm.Pipeline(small_layers(case), loss_of_words, 4, group, **options)
+    alone = nn.Sequential(*small_layers(case))
+    for _, (tokens, targets) in zip(range(steps), batches("gpt")):
+        tokens, targets = tokens[:8] % 11, targets[:8] % 11
+        loss_of_words(alone(tokens), targets).backward()
+        if mesh is not None:
+            tokens, targets = (each.chunk(mesh.shape["dp"])[mesh["dp"]] for each in (tokens, targets))
+        pipeline.step(tokens, targets)
+    names, mistakes = dict(alone.named_parameters(remove_duplicate=False)), {}
+    for name, parameter in pipeline.named_parameters():
+        got, expected = parameter.grad, names[name].grad
+        if got is None or expected is None:
+            if got is not expected:
+                mistakes[name] = f"expected {expected}, got {got}"
+        elif (error := relative_error({name: got}, {name: expected})) > bound or got.dtype != expected.dtype:
+            mistakes[name] = f"{error}, {got.dtype}"
+    return mistakes
+
+
+def loss_of_words(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def gradients_job(rank: int) -> None:
+    cases = ("plain", "tied", "tied and frozen", "frozen first", "frozen stage", "frozen last", "biases alone",
+             "computed weights", "replaced forward", "hooks", "whole numbers")  # fmt: skip
+    for case in cases:
+        split = [1, 8] if case == "whole numbers" else [5, 3]
+        for schedule, options in (("one_f_one_b", {"split": split}), ("zero_bubble", {"split": split}), ("zbv", {})):
+            mistakes = gradient_mistakes(case, steps=2, schedule=schedule, **options)
+            assert mistakes == {}, (case, schedule)
+    for schedule in ("one_f_one_b", "zero_bubble"):
+        for is_checkpointed in (False, True):
+            with torch.autocast("cpu", torch.bfloat16):
+                mistakes = gradient_mistakes("plain", bound=0.05, schedule=schedule, is_checkpointed=is_checkpointed)
+            assert mistakes == {}, (schedule, is_checkpointed)
+
+
+def test_gradients_of_two_steps_are_those_of_one_process() -> None:
+    """Also those of frozen, tied, pruned and normalized weights, and of those with hooks."""
+    run_ranks(2, gradients_job)
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_weight_gradients_wait(is_cast: bool) -> None:
+    layer = nn.Linear(4, 3)
+    expected = copy.deepcopy(layer)
+    deferred = defer_linears(layer, is_split=True)
+    x = torch.arange(8.0).view(2, 4)
+    for one in (layer, expected):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            loss = one(x).square().sum()
+        with deferred.put_off(0):
+            loss.backward()
+    assert layer.weight.grad is None and layer.bias.grad is None
+    deferred.finish(0)
+    for parameter, other in zip(layer.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+    defer_linears(layer, is_split=False)
+    assert "forward" not in vars(layer)
+
+
+def frozen_job(rank: int) -> None:
+    """A frozen weight that two ranks hold stays where it is; hooks run once a microbatch; peaks are the simulated."""
+    shared = nn.Linear(4, 4).requires_grad_(False)
+    layers = [nn.Linear(4, 4), shared, nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[2].weight = shared.weight
+    pipeline = pycomm.Pipeline(layers, functional.mse_loss, 2, schedule="zero_bubble", split=[2, 2])
+    before = shared.weight.clone()
+    told = []
+    own = layers[3 * rank].weight
+    own.register_post_accumulate_grad_hook(lambda parameter: told.append(parameter is own))
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1, weight_decay=0.5)
+    pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+    optimizer.step()
+    assert torch.equal(shared.weight, before) and shared.weight.grad is None
+    assert told == [True, True], told
+    frozen = [nn.Linear(4, 4).requires_grad_(False) for _ in range(3)]
+    pipeline = pycomm.Pipeline([*frozen, nn.Linear(4, 4)], functional.mse_loss, 4, schedule="gpipe", split=[3, 1])
+    pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+    assert pipeline.report.peak_activations == simulate(pipeline.schedule).peak_activations[rank]
+
+
+def test_frozen_weights_stay_and_hooks_run() -> None:
+    run_ranks(2, frozen_job)
+
+
+class Refuses(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            raise ValueError("only in training")
+        return x
+
+
+def modes_job(rank: int) -> None:
+    for last in (nn.Identity(), Refuses()):
+        layers = [nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Sequential(nn.Linear(4, 4), nn.Dropout().eval()), last]
+        pipeline = pycomm.Pipeline(layers, functional.mse_loss, 2)
+        was = [module.training for module in nn.Sequential(*layers).modules()][1:]
+        assert not all(was)
+        with pytest.raises(ValueError, match="only in training") if isinstance(last, Refuses) else nullcontext():
+            pipeline.evaluate(torch.ones(4, 4), torch.zeros(4, 4))
+        assert [module.training for module in nn.Sequential(*layers).modules()][1:] == was
+    pipeline = pycomm.Pipeline([nn.Linear(4, 4)], lambda output, targets: output.detach().sum(), 2)
+    with pytest.raises(pycomm.ConfigError, match="the loss of stage 0 depends on nothing that requires a gradient"):
+        pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+
+
+def test_evaluating_leaves_every_module_in_its_mode() -> None:
+    run_ranks(1, modes_job)
+
+
+# -- other axes, other splits, mistakes --------------------------------------------------------------------------------
+
+
 def mesh_job(rank: int) -> float:
     """Pipeline x data parallel, tied weights over both ends of the pipeline; a bad batch is told beside it too."""
     mesh = pycomm.Mesh(pp=2, dp=2)
@@ -82,6 +258,8 @@ def mesh_job(rank: int) -> float:
     tokens = torch.zeros(3 + mesh["dp"], 8, dtype=torch.int64)
     with pytest.raises(pycomm.ConfigError, match="3 microbatches divide" if mesh["dp"] else "a rank of data_group"):
         pipeline.step(tokens, tokens)
+    for case in ("tied", "frozen stage"):
+        assert gradient_mistakes(case, steps=2, mesh=mesh) == {}, case
     return error_of(pipeline, train_alone("gpt", "sgd", models=LAYERED)) / BOUND[torch.float32]
 
 

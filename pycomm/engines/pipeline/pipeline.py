@@ -65,7 +65,8 @@ class Pipeline:
 
     - ``loss(output, target)``: the mean over a microbatch, a scalar; computed by the rank of the last stage.
     - ``schedule``: "gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zbv", or a ``Schedule``.
-    - ``split``: "parameters", "time" (needs ``sample``, one microbatch; rank 0 measures), or the layers of each stage.
+    - ``split``: "parameters", "time" (needs ``sample``, one microbatch; all measure, rank 0's times decide), or the
+      layers of each stage.
     - ``times``: of each stage, for schedules that are built by them; ``measured_times()`` gives them after a step.
     - ``data_group``: the ranks that hold the same stages for other batches (an axis of a mesh); gradients are the mean
       over them, with ``compression`` as of ``pycomm.all_reduce``.
@@ -106,8 +107,16 @@ class Pipeline:
         self._first_layer = {stage: sum(len(part) for part in parts[:stage]) for stage in range(len(parts))}
         self._tied = self._find_tied(parts)
         own, last = schedule.stages_of(self.group.rank), schedule.stages - 1
+        split_stages = {action.stage for action in schedule.rows[self.group.rank] if action.kind is Kind.I}
         self.stages = {
-            stage: Stage(stage, parts[stage], loss if stage == last else None, is_checkpointed) for stage in own
+            stage: Stage(
+                stage,
+                parts[stage],
+                loss if stage == last else None,
+                is_split=stage in split_stages,
+                is_checkpointed=is_checkpointed,
+            )
+            for stage in own
         }
         first = next(whole.parameters(), torch.empty(0))
         self._links = Links(self.group, schedule, first.device)
@@ -125,13 +134,15 @@ class Pipeline:
         """Runs forward and backward of a batch; returns the mean loss, on every rank.
 
         ``inputs`` are used where the first stage is, ``targets`` where the last one is; others may pass None. The first
-        dimension is divided into equal microbatches. Raises ConfigError, on every rank of the pipeline and of those
-        beside it, if that cannot be or if parameters are others than at the beginning.
+        dimension is divided into equal microbatches. Gradients are added to those that are there, as ``backward()``
+        does. Raises ConfigError, on every rank of the pipeline and of those beside it, if that cannot be or if
+        parameters are others than at the beginning.
         """
         self._check.agree(inputs, targets)
+        earlier = self._set_tied_gradients_aside()
         run = self._run(inputs, targets, self.lowered.rows[self.group.rank])
         self.report = StepReport(run.wall_s, sum(run.action_s.values()), run.peak, run.action_s)
-        self._add_tied_gradients()
+        self._add_tied_gradients(earlier)
         if self._reducer is not None:
             self._reducer.reduce_now()
         return self._mean_loss()
@@ -140,13 +151,16 @@ class Pipeline:
     def evaluate(self, inputs: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Runs the forward passes of ``step`` alone, with the stages in eval mode; returns the mean loss."""
         self._check.agree(inputs, targets)
-        was = [stage.module.training for stage in self.stages.values()]
-        for stage in self.stages.values():
-            stage.module.eval()
+        modules = [module for stage in self.stages.values() for module in stage.module.modules()]
+        was = [module.training for module in modules]
         row = [each for each in self.lowered.rows[self.group.rank] if each.kind in _FORWARD]
-        self._run(inputs, targets, row)
-        for stage, is_training in zip(self.stages.values(), was):
-            stage.module.train(is_training)
+        try:
+            for stage in self.stages.values():
+                stage.module.eval()
+            self._run(inputs, targets, row)
+        finally:
+            for module, is_training in zip(modules, was):
+                module.training = is_training  # not train(), which reaches the parts that are in eval mode for good
         return self._mean_loss()
 
     def _run(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, row: Sequence[Action]) -> Run:
@@ -215,7 +229,10 @@ class Pipeline:
     def _cuts(
         self, split: Any, whole: nn.Sequential, stages: int, sample: torch.Tensor | None
     ) -> Literal["parameters"] | Sequence[int]:
-        """Returns cuts that are the same on all ranks: of measured ones, rank 0's."""
+        """Returns cuts that are the same on all ranks: of measured ones, rank 0's.
+
+        All measure, so that what a layer raises is raised on every rank.
+        """
         if split != "time":
             return split  # type: ignore[no-any-return]  # checked by split_model
         cuts = torch.tensor([len(part) for part in split_model(whole, stages, "time", sample)])
@@ -231,30 +248,41 @@ class Pipeline:
         named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         check_same_model(named, group, "Pipeline, data_group")
         broadcast_tensors([*self.state_dict().values()], group)
-        self._reducer = Reducer(named, Wire.of(group, compression, overlap=False), finds_unused=True)
-        self._reducer.is_enabled = False  # a backward pass is one microbatch's; they add up until reduce_now
+        if named:  # else the stages of this rank, and of those beside it, are frozen
+            self._reducer = Reducer(named, Wire.of(group, compression, overlap=False), finds_unused=True)
+            self._reducer.is_enabled = False  # a backward pass is one microbatch's; they add up until reduce_now
 
-    def _find_tied(self, parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, pycomm.Group | None]]:
-        """Returns the parameters that several ranks hold, with the group of these ranks; called by all ranks."""
+    def _find_tied(self, parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, pycomm.Group]]:
+        """Returns the trained parameters that this rank shares with others, with their group; called by all ranks."""
         holders: dict[int, set[int]] = {}
         by_id = {}
         for stage, part in enumerate(parts):
-            for parameter in part.parameters():
+            for parameter in (each for each in part.parameters() if each.requires_grad):
                 holders.setdefault(id(parameter), set()).add(self.schedule.placement[stage])
                 by_id[id(parameter)] = parameter
         tied = []
         for key, ranks in holders.items():
             if len(ranks) > 1:
                 found = pycomm.split(0 if self.group.rank in ranks else None, group=self.group)
-                tied.append((by_id[key], found if isinstance(found, pycomm.Group) else None))
+                if isinstance(found, pycomm.Group):
+                    tied.append((by_id[key], found))
         return tied
 
-    def _add_tied_gradients(self) -> None:
-        for parameter, group in self._tied:
-            if group is not None:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                start_sum(Wire(group, is_async=False), parameter.grad)
+    def _set_tied_gradients_aside(self) -> list[torch.Tensor | None]:
+        """Returns the gradients of ``_tied`` from earlier steps, which are sums over the holders already."""
+        earlier = [parameter.grad for parameter, _ in self._tied]
+        for parameter, _ in self._tied:
+            parameter.grad = None
+        return earlier
+
+    def _add_tied_gradients(self, earlier: Sequence[torch.Tensor | None]) -> None:
+        """Adds what arose in this step, summed over the holders, to the ``earlier`` gradients."""
+        for (parameter, group), before in zip(self._tied, earlier, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            start_sum(Wire(group, is_async=False), parameter.grad)
+            if before is not None:
+                parameter.grad = before.add_(parameter.grad)
 
     def _mean_loss(self) -> torch.Tensor:
         last = self.schedule.stages - 1

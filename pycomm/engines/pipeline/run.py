@@ -68,5 +68,5 @@ class Run:
         else:
             gradient = stage.backward(microbatch, self._gradients.pop((index, microbatch), None), kind is Kind.I)
             self._waiting_weights += kind is Kind.I
-            if index > 0 and gradient is not None:
+            if gradient is not None:
                 self._gradients[index - 1, microbatch] = gradient

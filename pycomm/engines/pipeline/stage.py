@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...errors import ConfigError
 from .weights import Deferred, defer_linears
 
 __all__ = ["Stage"]
@@ -20,20 +21,24 @@ class _Held(NamedTuple):
     """A microbatch between its forward and backward pass."""
 
     inputs: torch.Tensor
-    output: torch.Tensor  # of the last stage: the loss
+    output: torch.Tensor | None  # of the last stage: the loss; None if it requires no gradient
 
 
 class Stage:
     """The part ``module`` of the model, number ``index``; the last one also computes the loss."""
 
-    def __init__(self, index: int, module: nn.Module, loss: LossFunction | None, is_checkpointed: bool) -> None:
+    def __init__(
+        self, index: int, module: nn.Module, loss: LossFunction | None, *, is_split: bool, is_checkpointed: bool
+    ) -> None:
+        """``is_split``: the schedule has I and W for some microbatch of this stage."""
         self.index = index
         self.module = module
-        self.deferred: Deferred = defer_linears(module)
+        self.deferred: Deferred = defer_linears(module, is_split)
         self.losses: list[torch.Tensor] = []
         self._loss = loss
         self._is_checkpointed = is_checkpointed
         self._held: dict[int, _Held] = {}
+        self._device = next((each.device.type for each in module.parameters()), "cpu")
 
     @property
     def held(self) -> int:
@@ -41,7 +46,10 @@ class Stage:
         return len(self._held)
 
     def forward(self, microbatch: int, inputs: torch.Tensor, target: torch.Tensor | None, share: float) -> torch.Tensor:
-        """Runs F and returns the output, detached; the loss of a microbatch counts ``share``."""
+        """Runs F and returns the output, detached; the loss of a microbatch counts ``share``.
+
+        Raises ConfigError for a loss that cannot be differentiated, unless gradients are off.
+        """
         if self.index > 0:
             inputs = inputs.detach().requires_grad_(inputs.is_floating_point())
         if self._is_checkpointed and torch.is_grad_enabled():
@@ -51,24 +59,36 @@ class Stage:
         result: torch.Tensor = output.detach()
         if self._loss is not None and target is not None:
             output = self._loss(output, target) * share
+            if torch.is_grad_enabled() and not output.requires_grad:
+                raise ConfigError(
+                    f"Pipeline: the loss of stage {self.index} depends on nothing that requires a gradient, expected "
+                    f"one that can be differentiated; is everything frozen, or a tensor detached on the way to it?"
+                )
             self.losses.append(output.detach())
-        if output.requires_grad:
-            self._held[microbatch] = _Held(inputs, output)
+        if torch.is_grad_enabled():
+            self._held[microbatch] = _Held(inputs, output if output.requires_grad else None)
         return result
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None, is_split: bool) -> torch.Tensor | None:
         """Runs B, or I if ``is_split``, with the gradient of the output (None: of the loss).
 
-        Returns the gradient of the input, None if that is not a floating-point tensor.
+        Returns the gradient of the input, zeros if the output does not depend on that; None from the first stage.
         """
         held = self._held.pop(microbatch)
-        if is_split:
-            with self.deferred.put_off(microbatch):
+        if held.output is not None:
+            with self._outside_autocast(), self.deferred.put_off(microbatch):
                 torch.autograd.backward(held.output, gradient)
-        else:
-            torch.autograd.backward(held.output, gradient)
-        return held.inputs.grad if self.index > 0 else None
+            if not is_split:
+                self.weights(microbatch)
+        if self.index == 0:
+            return None
+        return torch.zeros_like(held.inputs) if held.inputs.grad is None else held.inputs.grad
 
     def weights(self, microbatch: int) -> None:
         """Runs W: what I has put off."""
-        self.deferred.finish(microbatch)
+        with self._outside_autocast():
+            self.deferred.finish(microbatch)
+
+    def _outside_autocast(self) -> torch.autocast:
+        """Backward operators have the types of the forward ones, which autocast would change, around a whole step."""
+        return torch.autocast(self._device, enabled=False)

@@ -1,17 +1,19 @@
 """The backward pass of a linear layer in two parts: the input's gradient now, the weight's later.
 
 [Note: deferred weight gradients]
-Autograd computes both at once. While a stage's backward pass runs with a ``Deferred`` open, its ``nn.Linear`` layers
-compute the gradient of their input alone and leave what the weight's needs, so that W(m) can run later. Layers of
-other kinds (norms, embeddings, convolutions) have their weights' gradients in I(m): they are correct and less is put
-off. That is how the authors of Zero Bubble do it (sail-sg/zero-bubble-pipeline-parallelism, WeightGradStore).
+Autograd computes both at once. Where a schedule has I and W, a stage's ``nn.Linear`` layers compute the gradient of
+their input alone and leave what the weight's needs to a ``Deferred``, so that W(m) can run later. Layers of other kinds
+(norms, embeddings, convolutions) have their weights' gradients in I(m): they are correct and less is put off. That is
+how the authors of Zero Bubble do it (sail-sg/zero-bubble-pipeline-parallelism, WeightGradStore).
+The weight is not part of the graph then: W(m) gives autograd the weight's gradient as that of a graph of its own, whose
+end adds it to ``.grad`` and runs the hooks on the weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,12 +22,36 @@ from torch.nn import functional
 __all__ = ["Deferred", "defer_linears"]
 
 
+class _Kept(NamedTuple):
+    """What the gradients of ``layer`` are made of: ``inputs (..., in)`` and ``gradient (..., out)``, of one dtype.
+
+    ``inputs`` are None if the weight is frozen.
+    """
+
+    layer: nn.Linear
+    inputs: torch.Tensor | None
+    gradient: torch.Tensor
+
+    def add_gradients(self) -> None:
+        """Adds the gradients of the weight ``(out, in)`` and the bias ``(out,)`` to ``.grad``, where one is trained."""
+        rows = self.gradient.reshape(-1, self.gradient.shape[-1])
+        trained, gradients = [], []
+        with torch.no_grad():
+            if self.inputs is not None:
+                trained.append(self.layer.weight)
+                gradients.append(rows.T @ self.inputs.reshape(-1, self.inputs.shape[-1]))
+            if _is_trained(self.layer.bias):
+                trained.append(self.layer.bias)
+                gradients.append(rows.sum(0))
+        torch.autograd.backward(trained, gradients)
+
+
 class Deferred:
     """What the linear layers of one stage have put off, for each microbatch."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[tuple[nn.Linear, torch.Tensor, torch.Tensor]]] = {}
-        self._open: list[tuple[nn.Linear, torch.Tensor, torch.Tensor]] | None = None
+        self._kept: dict[int, list[_Kept]] = {}
+        self._open: list[_Kept] | None = None
 
     @contextmanager
     def put_off(self, microbatch: int) -> Iterator[None]:
@@ -38,69 +64,73 @@ class Deferred:
 
     def finish(self, microbatch: int) -> None:
         """Adds the weights' gradients of ``microbatch`` to ``.grad``."""
-        for layer, inputs, gradient in self._kept.pop(microbatch, ()):
-            _add_weight_gradients(layer, inputs, gradient)
+        for kept in self._kept.pop(microbatch, ()):
+            kept.add_gradients()
 
-    def takes(self, layer: nn.Linear, inputs: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """Keeps ``inputs (..., in)`` and ``gradient (..., out)`` if the weights' gradients are put off now."""
+    def take(self, kept: _Kept) -> None:
+        """Keeps ``kept`` for ``finish``; outside ``put_off``, where somebody else uses the layer, adds it at once."""
         if self._open is None:
-            return False
-        self._open.append((layer, inputs, gradient))
-        return True
+            kept.add_gradients()
+        else:
+            self._open.append(kept)
 
 
-def defer_linears(module: nn.Module) -> Deferred:
-    """Lets the linear layers of ``module`` put their weights' gradients off; returns what they put them off to."""
+def defer_linears(module: nn.Module, is_split: bool) -> Deferred:
+    """Lets the linear layers of ``module`` put their weights' gradients off, to what is returned, if ``is_split``.
+
+    Left to autograd are layers whose weight or bias is computed (pruned, or with a norm of its own) or a tensor of
+    another kind, and those whose forward function somebody has replaced.
+    """
     deferred = Deferred()
     for layer in module.modules():
-        if type(layer) is nn.Linear:
+        if isinstance(vars(layer).get("forward"), _Forward):
+            del layer.forward  # an earlier pipeline's
+        if is_split and type(layer) is nn.Linear and _is_plain(layer):
             layer.forward = _Forward(layer, deferred)  # type: ignore[method-assign, assignment]
     return deferred
 
 
+def _is_plain(layer: nn.Linear) -> bool:
+    tensors = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return "forward" not in vars(layer) and all(type(each) is nn.Parameter for each in tensors)
+
+
+def _is_trained(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
 class _Forward:
-    """The forward function of a linear layer whose weight gradient can be put off."""
+    """The forward function of a linear layer whose weight gradient is put off."""
 
     def __init__(self, layer: nn.Linear, deferred: Deferred) -> None:
         self._layer, self._deferred = layer, deferred
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return functional.linear(inputs, self._layer.weight, self._layer.bias)
-        # The weight is an argument so that the output requires a gradient also where the input does not.
-        result: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            inputs, self._layer.weight, self._layer, self._deferred
-        )
+        weight, bias = self._layer.weight, self._layer.bias
+        is_trained = _is_trained(weight) or _is_trained(bias)
+        if not (is_trained and torch.is_grad_enabled()):
+            return functional.linear(inputs, weight, bias)
+        # The output has to require a gradient also where the input does not.
+        mark = torch.empty(0, requires_grad=True)
+        result: torch.Tensor = _Linear.apply(inputs, mark, self._layer, self._deferred)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, layer: nn.Linear, deferred: Deferred) -> Any:
-        ctx.save_for_backward(inputs)
+    def forward(ctx: Any, inputs: torch.Tensor, mark: torch.Tensor, layer: nn.Linear, deferred: Deferred) -> Any:
+        device = inputs.device.type
+        # Autocast's cache would give the weight's copy that is made here, without a graph, to others that use it.
+        is_cast = torch.is_autocast_enabled(device)
+        with torch.autocast(device, cache_enabled=False) if is_cast else nullcontext():
+            output = functional.linear(inputs, layer.weight, layer.bias)
+        ctx.save_for_backward(inputs.to(output.dtype) if layer.weight.requires_grad else None)
         ctx.layer, ctx.deferred = layer, deferred
-        return functional.linear(inputs, weight, layer.bias)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (inputs,) = ctx.saved_tensors
-        if not ctx.deferred.takes(ctx.layer, inputs, gradient):
-            _add_weight_gradients(ctx.layer, inputs, gradient)
-        return (gradient @ ctx.layer.weight if ctx.needs_input_grad[0] else None), None, None, None
-
-
-def _add_weight_gradients(layer: nn.Linear, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds what ``inputs (..., in)`` and ``gradient (..., out)`` give for weight ``(out, in)`` and bias ``(out,)``."""
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    with torch.no_grad():
-        if layer.weight.requires_grad:
-            _add(layer.weight, rows.T @ inputs.reshape(-1, inputs.shape[-1]))
-        if layer.bias is not None and layer.bias.requires_grad:
-            _add(layer.bias, rows.sum(0))
-
-
-def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
+        ctx.deferred.take(_Kept(ctx.layer, inputs, gradient))
+        of_inputs = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        return of_inputs, None, None, None
