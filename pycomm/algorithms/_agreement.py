@@ -89,7 +89,7 @@ class Agreement:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._bytes = transport.frame_bytes
-        self._frame = torch.zeros(self._bytes, dtype=torch.uint8)
+        self._frame = torch.zeros(self._bytes, dtype=torch.uint8, device="cpu")
         self._raw = self._frame.numpy().data
         self._payload = self._frame.data_ptr() + _PAYLOAD_AT
         self._swapped: dict[int, _Swapped] = {}  # by the id of the frames, which lie in the same memory again and again

@@ -103,8 +103,8 @@ class Executor:
             raise self._failure.again()
         deadline = time.monotonic() + (self._transport.timeout_s if timeout_s is None else timeout_s)
         if collective.verb == "barrier":
-            token = torch.zeros(1, dtype=torch.uint8)
-            output = torch.empty(self._transport.world_size, dtype=torch.uint8)
+            token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            output = torch.empty(self._transport.world_size, dtype=torch.uint8, device="cpu")
             collective = collective._replace(input=token, output=output)
         schedule = self._schedule(plan, collective)
         run = _Run(self._transport, schedule, collective, self._scratch_for(schedule, collective))
@@ -147,7 +147,7 @@ class Executor:
         turns = min(TURNS, schedule.segments)
         tensor = call.input if call.input is not None else call.output
         if not schedule.scratch_numel or tensor is None:
-            return [torch.empty(0)] * turns
+            return [torch.empty(0, dtype=torch.uint8, device="cpu")] * turns
         nbytes = turns * schedule.scratch_numel * tensor.itemsize
         if self._scratch is None or self._scratch.nbytes < nbytes or self._scratch.device != tensor.device:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)

@@ -25,7 +25,7 @@ def empty(
     shape = _shape(size)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not shared:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     g = resolve(group)
     allocate = getattr(g.transport, "allocate", None)
     if allocate is None:
@@ -35,7 +35,7 @@ def empty(
         )
     numel = prod(shape)
     if numel == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     buffer = allocate(numel * dtype.itemsize)
     return torch.frombuffer(buffer, dtype=torch.uint8, count=numel * dtype.itemsize).view(dtype).view(shape)
 

@@ -181,7 +181,7 @@ def recv_object_list(
 
 def _encode(g: Group, objects: list[Any], dumps: Dumps) -> list[torch.Tensor]:
     encoded = [bytearray(dumps(obj)) for obj in objects]
-    empty = torch.empty(0, dtype=torch.uint8)
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     tensors = [torch.frombuffer(data, dtype=torch.uint8) if data else empty for data in encoded]
     return [tensor.to(g.control_device) for tensor in tensors]
 

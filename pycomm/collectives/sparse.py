@@ -44,7 +44,7 @@ class _Header(NamedTuple):
     def packed(self) -> torch.Tensor:
         """Returns it as ``(_HEADER,)`` int64."""
         numbers = [*self[:4], *self.shape]
-        return torch.tensor(numbers + [-1] * (_HEADER - len(numbers)))
+        return torch.tensor(numbers + [-1] * (_HEADER - len(numbers)), dtype=torch.int64, device="cpu")
 
     @classmethod
     def unpack(cls, numbers: list[int]) -> _Header:
@@ -55,8 +55,8 @@ class _Header(NamedTuple):
     def empty(self, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns room for ``indices (entries, sparse_dim)``, an index a row, and ``values (entries, ...)``."""
         dtype = getattr(torch, dtype_of_code(self.dtype_code).name)
-        indices = torch.empty(entries, self.sparse_dim, dtype=torch.int64)
-        return indices, torch.empty(entries, *self.shape[self.sparse_dim :], dtype=dtype)
+        indices = torch.empty(entries, self.sparse_dim, dtype=torch.int64, device="cpu")
+        return indices, torch.empty(entries, *self.shape[self.sparse_dim :], dtype=dtype, device="cpu")
 
 
 def all_reduce_sparse(
@@ -80,7 +80,7 @@ def all_reduce_sparse(
         headers = [_Header.unpack(each) for each in told.view(-1, _HEADER).tolist()]
         _check_alike(headers)
         row_bytes = sum(each.nbytes for each in mine.empty(1))
-        payload = torch.zeros(max(each.entries for each in headers) * row_bytes, dtype=torch.uint8)
+        payload = torch.zeros(max(each.entries for each in headers) * row_bytes, dtype=torch.uint8, device="cpu")
         _fill(payload, [own._indices().t(), own._values()])
         payload = payload.to(device)
         payloads = torch.empty(group.world_size * payload.numel(), dtype=torch.uint8, device=device)
@@ -145,4 +145,4 @@ def _total(headers: list[_Header], payloads: torch.Tensor) -> torch.Tensor:
             flat.copy_(payload[taken : taken + flat.numel()])
             taken += flat.numel()
         start = end
-    return _summed(torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=True))
+    return _summed(torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=True, device="cpu"))

@@ -215,7 +215,7 @@ def _staged(tensor: torch.Tensor, reads: bool, writes: bool) -> Flat:
     if kind == "cuda":
         # What the caller's stream still does to this memory comes first; the copies below may run on another stream.
         torch.cuda.current_stream(tensor.device).synchronize()
-    host = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=kind == "cuda")
+    host = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=kind == "cuda", device="cpu")
     return _connected(tensor, host, reads, writes)
 
 
@@ -242,9 +242,9 @@ def _check_own_overlap(tensor: torch.Tensor, name: str) -> None:
         return
     # Strides that do not nest may still never meet (as_strided); so rare that listing the offsets is good enough.
     if not any(stride == 0 for stride, _ in dims):
-        offsets = torch.zeros((), dtype=torch.int64)
+        offsets = torch.zeros((), dtype=torch.int64, device="cpu")
         for stride, length in dims:
-            offsets = offsets.unsqueeze(-1) + torch.arange(length) * stride
+            offsets = offsets.unsqueeze(-1) + torch.arange(length, device="cpu") * stride
         if len(set(offsets.flatten().tolist())) == tensor.numel():
             return
     raise ConfigError(

@@ -155,7 +155,8 @@ class PowerSGD(Codec):
             factor = self._factors.get(name)
             if factor is None or factor.shape != (batch.columns, self.rank) or not bool(factor.any()):
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                factor = torch.randn(batch.columns, self.rank, generator=generator)
+                shape = (batch.columns, self.rank)
+                factor = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             factors.append(factor.to(like.device))
         # A factor that saw an inf or NaN would stay so.
         return torch.stack(factors).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

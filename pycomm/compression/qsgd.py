@@ -47,7 +47,7 @@ class QSGD(Codec):
         norms = _norms(blocks)
         share = torch.where(norms > 0, blocks / norms, 0.0).clamp_(-1.0, 1.0)
         generator = torch.Generator(device=flat.device).manual_seed(context.local_seed + context.offset)
-        drawn = torch.rand(blocks.shape, generator=generator, device=flat.device)
+        drawn = torch.rand(blocks.shape, generator=generator, dtype=torch.float32, device=flat.device)
         codes = torch.floor(share.abs() * self.levels + drawn).copysign_(share).nan_to_num_(nan=0.0).to(torch.int8)
         self._pack(payload, norms, codes)
         if residual is not None:

@@ -66,8 +66,8 @@ class RandomK(Codec):
         numel = flat.numel()
         k = sparse_numel(self.ratio, numel)
         generator = torch.Generator().manual_seed(context.seed * 2 + 1 + context.offset)
-        starts = torch.arange(k + 1, dtype=torch.int64) * numel // max(k, 1)
-        drawn = torch.rand(k, generator=generator, dtype=torch.float64)
+        starts = torch.arange(k + 1, dtype=torch.int64, device="cpu") * numel // max(k, 1)
+        drawn = torch.rand(k, generator=generator, dtype=torch.float64, device="cpu")
         indices = starts[:k] + (drawn * (starts[1:] - starts[:k])).to(torch.int64)
         return indices.to(flat.device)
 

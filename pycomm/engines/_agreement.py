@@ -60,8 +60,8 @@ def check_same_model(
     described = [_describe(name, tensor) for name, tensor in tensors]
     digest = int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little")
     meta = [name for name, tensor in tensors if tensor.is_meta and not may_be_meta]
-    mine = torch.tensor([digest, len(meta)], dtype=torch.int64)
-    told = torch.empty(2 * group.world_size, dtype=torch.int64)
+    mine = torch.tensor([digest, len(meta)], dtype=torch.int64, device=group.control_device)
+    told = torch.empty(2 * group.world_size, dtype=torch.int64, device=group.control_device)
     pycomm.all_gather_single(told, mine, group)
     digests, metas = told.view(-1, 2).T.tolist()
     if any(metas):

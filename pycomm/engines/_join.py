@@ -46,8 +46,9 @@ class Join:
 
     def _tell(self, mine: int) -> int:
         """Exchanges what the ranks are about to do; returns what those do that still have data."""
-        told = torch.empty(self._ddp.group.world_size, dtype=torch.uint8)
-        pycomm.all_gather_single(told, torch.tensor([mine], dtype=torch.uint8), self._ddp.group)
+        device = self._ddp.group.control_device
+        told = torch.empty(self._ddp.group.world_size, dtype=torch.uint8, device=device)
+        pycomm.all_gather_single(told, torch.tensor([mine], dtype=torch.uint8, device=device), self._ddp.group)
         active = told.nonzero().flatten().tolist()
         if not active:
             return _ENDED  # the source stays the rank that ended last

@@ -49,7 +49,7 @@ class Mesh:
             raise ConfigError(f"Mesh: order names the axes {names}, expected each of {sorted(lengths)} once")
         self.shape: dict[str, int] = {name: lengths[name] for name in names}
         seats = _sorted_by_host(group, world_size)  # seat -> rank
-        self._grid = torch.tensor(seats).view(*self.shape.values())
+        self._grid = torch.tensor(seats, dtype=torch.int64, device="cpu").view(*self.shape.values())
         seat = seats.index(rank)
         self._coordinates: dict[str, int] = {}
         for name, length in reversed(self.shape.items()):
@@ -140,7 +140,8 @@ def _lengths(axes: dict[str, int], world_size: int) -> dict[str, int]:
 def _sorted_by_host(group: Any, world_size: int) -> list[int]:
     """Returns the ranks, those of one host side by side, hosts in the order of their first rank."""
     digest = int.from_bytes(blake2b(host_id().encode(), digest_size=7).digest(), "little")
-    told = torch.empty(world_size, dtype=torch.int64)
-    pycomm.all_gather_single(told, torch.tensor([digest]), group)
+    device = pycomm.get_group(group).control_device
+    told = torch.empty(world_size, dtype=torch.int64, device=device)
+    pycomm.all_gather_single(told, torch.tensor([digest], dtype=torch.int64, device=device), group)
     hosts = told.tolist()
     return sorted(range(world_size), key=lambda rank: (hosts.index(hosts[rank]), rank))

@@ -75,7 +75,7 @@ class DistributedSampler(Sampler[int]):
         if not self.shuffle:
             return list(range(len(self.dataset)))
         draw = torch.Generator().manual_seed(self.seed + self.epoch)
-        return list(torch.randperm(len(self.dataset), generator=draw).tolist())
+        return list(torch.randperm(len(self.dataset), generator=draw, device="cpu").tolist())
 
     def state_dict(self) -> dict[str, int]:
         """Returns where this epoch stands; the same on every rank that has yielded equally many."""

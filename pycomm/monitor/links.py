@@ -34,7 +34,7 @@ def measure_links(group: Group | None = None, nbytes: int = 1 << 20, seconds_a_p
     ``nbytes``. The same on every rank.
     """
     found = resolve(group)
-    mine = torch.zeros(2 * found.world_size, dtype=torch.float64)
+    mine = torch.zeros(2 * found.world_size, dtype=torch.float64, device="cpu")
     for low in range(found.world_size):
         for high in range(low + 1, found.world_size):
             barrier(found)
@@ -56,8 +56,8 @@ def measure_links(group: Group | None = None, nbytes: int = 1 << 20, seconds_a_p
 
 def _half_trip_s(group: Group, peer: int, is_first: bool, nbytes: int, limit_s: float) -> float:
     """Plays ping-pong with ``peer``; the lower rank says how often. Returns half of a round trip."""
-    payload = torch.zeros(nbytes, dtype=torch.uint8)
-    go_on = torch.ones(1, dtype=torch.uint8)
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=group.control_device)
+    go_on = torch.ones(1, dtype=torch.uint8, device=group.control_device)
     trips: list[float] = []
     end_s = time.perf_counter() + limit_s
     while True:

@@ -65,7 +65,7 @@ def clock_offsets_ns(group: Group) -> list[int]:
     """
     hosts = group.engine.selector.topology.hosts
     asked = [ranks[0] for ranks in hosts if 0 not in ranks]
-    now = torch.zeros(1, dtype=torch.int64)
+    now = torch.zeros(1, dtype=torch.int64, device=group.control_device)
     if group.rank in asked:
         for _ in range(_QUESTIONS):
             recv(now, group=group, group_src=0, tag=_TAG)

@@ -109,7 +109,7 @@ _unpack_op.register_fake(lambda *arguments: None)
 def pack_reference(dtype: torch.dtype, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> torch.Tensor:
     """Returns a new bucket of ``dtype``, in plain torch; see the text on top of this file."""
     parts = [_convert(tensor.reshape(-1), dtype, scale) for tensor in tensors]
-    return torch.cat([torch.empty(0, dtype=dtype, device=tensors[0].device if tensors else None), *parts])
+    return torch.cat([torch.empty(0, dtype=dtype, device=tensors[0].device if tensors else "cpu"), *parts])
 
 
 def unpack_reference(tensors: Sequence[torch.Tensor], bucket: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:

@@ -289,7 +289,7 @@ def _scales(
     blocks: torch.Tensor, lengths: torch.Tensor, known: Format
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns for each block the scale as stored, the factor that encodes, and whether the block is finite."""
-    nan = torch.tensor(float("nan"), device=blocks.device)
+    nan = torch.tensor(float("nan"), dtype=torch.float32, device=blocks.device)
     if known.family == "sign":
         mean = _lane_sums(blocks.abs()) / lengths
         is_finite = mean.isfinite()
@@ -299,17 +299,17 @@ def _scales(
     is_finite, is_zero = amax.isfinite(), amax < _TINY
     amax = torch.where(is_finite & ~is_zero, amax, 1.0)
     if known.is_mx:
-        largest_bits = int(torch.tensor(known.largest).view(torch.int32).item())
+        largest_bits = int(torch.tensor(known.largest, dtype=torch.float32, device="cpu").view(torch.int32).item())
         bits = amax.view(torch.int32)
         exponent = (bits >> 23) - (largest_bits >> 23) + ((bits & 0x7FFFFF) > (largest_bits & 0x7FFFFF)).int()
         exponent = exponent.clamp(max=254 - (largest_bits >> 23))  # largest * scale is to be finite
         stored = torch.where(is_zero, 0, exponent + 127)
         inverse = ((127 - exponent) << 23).view(torch.float32)
         return torch.where(is_finite, stored, 255).to(torch.uint8), torch.where(is_zero, 0.0, inverse), is_finite
-    largest = torch.tensor(known.largest, device=blocks.device)
+    largest = torch.tensor(known.largest, dtype=torch.float32, device=blocks.device)
     # Rounded down, so that largest * scale does not overflow where amax is the largest float32.
-    bound = torch.tensor((2**24 - 1) * 2**104 / known.largest * (1 - 2**-24), dtype=torch.float32)
-    scale = torch.minimum(amax / largest, bound.to(blocks.device))
+    bound = torch.tensor((2**24 - 1) * 2**104 / known.largest * (1 - 2**-24), dtype=torch.float32, device=blocks.device)
+    scale = torch.minimum(amax / largest, bound)
     stored = torch.where(is_zero, 0.0, scale)
     return torch.where(is_finite, stored, nan), torch.where(is_zero, 0.0, 1.0 / scale), is_finite
 
@@ -349,7 +349,7 @@ def _encode_float(values: torch.Tensor, known: Format, random: torch.Tensor | No
     quanta = magnitude.view(torch.float32) * 2.0 ** (bias - 1 + known.mantissa_bits)
     subnormal = (quanta if random is None else quanta + _dither(random)).round().clamp(max=255).to(torch.int32)
     code = torch.where(magnitude < (128 - bias) << 23, subnormal, normal)
-    bits_of_largest = int(torch.tensor(known.largest).view(torch.int32).item())
+    bits_of_largest = int(torch.tensor(known.largest, dtype=torch.float32, device="cpu").view(torch.int32).item())
     largest_code = (bits_of_largest - ((127 - bias) << 23)) >> shift
     return code.clamp(max=largest_code) | sign << (known.exponent_bits + known.mantissa_bits)
 
@@ -403,4 +403,4 @@ def _unpack(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
 
 
 def _with_one_nan(values: torch.Tensor) -> torch.Tensor:
-    return torch.where(values.isnan(), torch.tensor(float("nan"), device=values.device), values)
+    return torch.where(values.isnan(), torch.tensor(float("nan"), dtype=values.dtype, device=values.device), values)

@@ -159,10 +159,11 @@ def reduce_reference(
     wide = [tensor.to(torch.float32) if dtype.itemsize < 4 else tensor for tensor in inputs]
     if op is ReduceOp.PREMUL_SUM:
         assert factors is not None, "PREMUL_SUM needs a factor for each input"
-        wide = [tensor * torch.tensor(factor, dtype=tensor.dtype) for tensor, factor in zip(wide, factors, strict=True)]
+        scales = [torch.tensor(factor, dtype=wide[0].dtype, device="cpu") for factor in factors]
+        wide = [tensor * scale for tensor, scale in zip(wide, scales, strict=True)]
     total = _fold(wide, ReduceOp.SUM if op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else op)
     if op is ReduceOp.AVG:
-        total = total / torch.tensor(len(inputs), dtype=total.dtype)
+        total = total / torch.tensor(len(inputs), dtype=total.dtype, device="cpu")
     if dtype == torch.float8_e4m3fn:
         total = total.clamp(-448.0, 448.0)  # leaves NaN
     return _with_one_nan(total.to(dtype), total.isnan())
@@ -212,7 +213,7 @@ def _complex_product(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 def _with_one_nan(values: torch.Tensor, where: torch.Tensor | None = None) -> torch.Tensor:
     """Replaces the NaNs, all of them or those ``where`` says, by the quiet, positive one."""
     where = values.isnan() if where is None else where
-    nan = torch.tensor(float("nan"), dtype=values.dtype)
+    nan = torch.tensor(float("nan"), dtype=values.dtype, device=values.device)
     if values.dtype.itemsize == 1:  # float8: torch selects among bytes only
         return torch.where(where, nan.view(torch.uint8), values.view(torch.uint8)).view(values.dtype)
     return torch.where(where, nan, values)

@@ -105,7 +105,7 @@ def topk_(
     guess = int(report[0]) if tolerance is not None and report is not None else 0
     done = kernels().topk(*places, *room, guess, accepted)
     if report is not None:
-        report.copy_(torch.tensor(done, dtype=torch.int32))
+        report.copy_(torch.tensor(done, dtype=torch.int32, device="cpu"))
 
 
 def _workspace(given: torch.Tensor | None, numel: int, k: int, device: torch.device) -> torch.Tensor:
@@ -123,7 +123,8 @@ def _workspace(given: torch.Tensor | None, numel: int, k: int, device: torch.dev
 def read_report(report: torch.Tensor) -> TopkReport:
     """Returns what ``report (3,)`` says; waits for the GPU if it is there."""
     bits, selected, is_exact = report.tolist()
-    return TopkReport(torch.tensor(bits, dtype=torch.int32).view(torch.float32).item(), selected, bool(is_exact))
+    threshold = torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32).item()
+    return TopkReport(threshold, selected, bool(is_exact))
 
 
 def scatter_add_(flat: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, factor: float = 1.0) -> None:
@@ -232,7 +233,7 @@ def topk_reference(
     """Returns (indices, values, new residual, report) in plain torch; see the notes on top of this file."""
     inputs = flat if residual is None else flat + residual
     keys = inputs.view(torch.int32) & 0x7FFFFFFF
-    above = int((keys >= torch.tensor(threshold).view(torch.int32)).sum())
+    above = int((keys >= torch.tensor(threshold, dtype=torch.float32, device=flat.device).view(torch.int32)).sum())
     is_short = tolerance is not None and threshold > 0 and math.ceil((1 - tolerance) * k) <= above < k
     selected = above if is_short else k
     order = torch.sort(keys, descending=True, stable=True).indices[:selected]

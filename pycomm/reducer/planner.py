@@ -70,7 +70,7 @@ class BackwardProfile:
     def agreed_order(self, group: pycomm.Group, total: int) -> list[int]:
         """Returns rank 0's order of arrival on every rank; what has not arrived comes last. Collective."""
         missing = sorted(set(range(total)) - set(self.order), reverse=True)
-        order = torch.tensor([*self.order, *missing], dtype=torch.int64)
+        order = torch.tensor([*self.order, *missing], dtype=torch.int64, device=group.control_device)
         pycomm.broadcast(order, group=group, group_src=0)
         return list(order.tolist())
 
@@ -78,7 +78,7 @@ class BackwardProfile:
         """Returns the mean over the ranks of each parameter's time of arrival. Collective."""
         start = self._times[0] if self._times else 0.0
         last = self._times[-1] - start if self._times else 0.0
-        arrivals = torch.full((total,), last, dtype=torch.float64)
+        arrivals = torch.full((total,), last, dtype=torch.float64, device=group.control_device)
         for index, moment in zip(self.order, self._times):
             arrivals[index] = moment - start
         pycomm.all_reduce(arrivals, pycomm.ReduceOp.AVG, group)
@@ -90,7 +90,7 @@ def measure_link(wire: Wire) -> Link:
     plain = wire._replace(compression=None, is_async=False)
     times = []
     for nbytes in _PROBE_BYTES:
-        flat = torch.zeros(nbytes // 4)
+        flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=wire.group.control_device)
         start_mean(plain, flat, ())
         samples = []
         for _ in range(_PROBES):
@@ -99,7 +99,7 @@ def measure_link(wire: Wire) -> Link:
             start_mean(plain, flat, ())
             samples.append(time.perf_counter() - start)
         times.append(median(samples))
-    slowest = torch.tensor(times, dtype=torch.float64)
+    slowest = torch.tensor(times, dtype=torch.float64, device=wire.group.control_device)
     pycomm.all_reduce(slowest, pycomm.ReduceOp.MAX, wire.group)
     small_s, large_s = slowest.tolist()
     small, large = _PROBE_BYTES

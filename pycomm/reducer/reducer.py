@@ -238,7 +238,7 @@ class Reducer:
 
     def _hand_out_to_used(self, is_joined: bool) -> None:
         """Gives parameters that have a gradient on some rank the mean; others keep what they had."""
-        is_used = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        is_used = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.wire.group.control_device)
         if not is_joined:
             is_used.copy_(torch.frombuffer(self._has_gradient, dtype=torch.uint8))
         pycomm.all_reduce(is_used, pycomm.ReduceOp.MAX, self.wire.group)
@@ -250,7 +250,7 @@ class Reducer:
     def _check_all_arrived(self, is_joined: bool) -> None:
         """Raises ConfigError on every rank if a parameter had no gradient on one."""
         missing = [] if is_joined else [name for name, has in zip(self.names, self._has_gradient) if not has]
-        lacking = torch.tensor([len(missing)], dtype=torch.int32)
+        lacking = torch.tensor([len(missing)], dtype=torch.int32, device=self.wire.group.control_device)
         pycomm.all_reduce(lacking, pycomm.ReduceOp.MAX, self.wire.group)
         if lacking.item() == 0:
             return

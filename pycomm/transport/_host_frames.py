@@ -76,7 +76,7 @@ class HostFrames:
         longest = max(_LENGTH.unpack_from(row, _LENGTH_AT)[0] for row in raw)
         block = short
         if longest > _SHORT_BYTES and all(row[:FRAME_COMPARED_BYTES] == raw[0][:FRAME_COMPARED_BYTES] for row in raw):
-            rest = torch.empty((len(raw), longest - _SHORT_BYTES), dtype=torch.uint8)
+            rest = torch.empty((len(raw), longest - _SHORT_BYTES), dtype=torch.uint8, device="cpu")
             self._inner.all_gather_single(rest.view(-1), frame[_SHORT_BYTES:longest], left_s(deadline))
             block = torch.cat((short, rest), dim=1)
         _LENGTH.pack_into(block[0].numpy().data, _LENGTH_AT, block.shape[1])

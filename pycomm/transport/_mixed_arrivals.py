@@ -102,7 +102,7 @@ class Arrivals:
             threading.Thread(target=self._listen, args=(part,), name="pycomm-arrivals", daemon=True).start()
 
     def _listen(self, part: Transport) -> None:
-        tag = torch.zeros(1, dtype=torch.int64)
+        tag = torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
             while not self._is_closed:
                 peer = self._transport.listen(part, tag)

@@ -36,13 +36,13 @@ class Column:
         self.hosts = len(ranks)
         self.others = [(index, rank) for index, rank in enumerate(ranks) if index != host]
         self.start = start
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, number: int, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Returns ``number`` pieces of memory of ``numel`` elements each, until it is called again."""
         nbytes = number * numel * dtype.itemsize
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._memory[:nbytes].view(dtype).chunk(number)
 
 

@@ -69,7 +69,8 @@ class ColumnReduction:
         self._op, self._factor = op, factor
         local = self._inner.world_size
         even = input.numel() - input.numel() % local
-        tail = torch.zeros(local, dtype=input.dtype)  # what no equal shards can be made of, in memory of its own
+        # What no equal shards can be made of, in memory of its own.
+        tail = torch.zeros(local, dtype=input.dtype, device=input.device)
         tail[: input.numel() - even] = input[even:]
         self._rest, self._tail = output[even:], tail
         numel = shard_numel(even // local, input.itemsize)

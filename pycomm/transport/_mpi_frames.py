@@ -97,7 +97,7 @@ class FrameSwap:
 
     def __init__(self, transport: MpiTransport, frame: torch.Tensor) -> None:
         communicator = transport.open_communicator()
-        frames = torch.empty((transport.world_size, frame.numel()), dtype=torch.uint8)
+        frames = torch.empty((transport.world_size, frame.numel()), dtype=torch.uint8, device="cpu")
         self.frames = frames.unbind()
         self.lengths = frames.view(torch.int64)[:, LENGTH_AT // 8].numpy().data  # what each rank's frame says
         buffers = memory.as_bytes(frame), memory.as_bytes(frames, transport.world_size)

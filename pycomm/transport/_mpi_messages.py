@@ -130,7 +130,7 @@ class MpiMessages:
 
     def meet(self, ranks: Sequence[int]) -> None:
         """Returns once all of ``ranks``, which include this one, have called it: the first is told, and answers."""
-        tag, token = self._transport.largest_tag - 1, torch.empty(0, dtype=torch.uint8)
+        tag, token = self._transport.largest_tag - 1, torch.empty(0, dtype=torch.uint8, device="cpu")
         first, others = ranks[0], list(ranks[1:])
         if self._transport.rank == first:
             self._meet([self._start_receive(token, other, tag) for other in others])
@@ -184,7 +184,7 @@ class MpiMessages:
         if nbytes != receive.flat.nbytes:
             place = self._transport.place("recv")
             receive.error = wording.wrong_size(place, source, receive.tag, receive.flat.nbytes, nbytes)
-            receive.flat = torch.empty(nbytes, dtype=torch.uint8)
+            receive.flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag <= self._top_tag:

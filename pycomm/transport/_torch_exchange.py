@@ -157,13 +157,13 @@ class _Round:
     """The memory of one round: this rank's frame on its way, and the others' as they arrive."""
 
     def __init__(self, ranks: int, nbytes: int) -> None:
-        self.frames = torch.empty((ranks, nbytes), dtype=torch.uint8)
+        self.frames = torch.empty((ranks, nbytes), dtype=torch.uint8, device="cpu")
         self.rows = list(self.frames.unbind())
         self.addresses = [row.data_ptr() for row in self.rows]
         # torch's handles. If one goes that gloo waits for, its connection may read no more.
         self.sends: list[Any] = []
         self.receives: list[Any] = []
-        self._own = torch.empty(nbytes, dtype=torch.uint8)
+        self._own = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._address = self._own.data_ptr()
         self._sent = [self._own]
 

@@ -256,8 +256,9 @@ class FramedMessages(PlainMessages):
         doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
         group = self._transport.open_group()
         data, message = flat.view(torch.uint8), self._transport.watch.send(peer, tag)
-        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        frame[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor([data.numel(), message.order]))
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
+        header = torch.tensor([data.numel(), message.order], dtype=torch.int64, device="cpu")
+        frame[:_HEADER_BYTES].view(torch.int64).copy_(header)
         is_inline = data.numel() <= _INLINE_BYTES
         if is_inline:
             frame[_HEADER_BYTES : _HEADER_BYTES + data.numel()].copy_(data)
@@ -274,7 +275,7 @@ class FramedMessages(PlainMessages):
         _check_tag(tag)
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)} with tag {tag}"
         group = self._transport.open_group()
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         if peer is None:
             self._any_tags.add(tag)
             work = self._post(doing, -1, group.recv_anysource, [frame], tag)
@@ -319,7 +320,7 @@ class FramedMessages(PlainMessages):
         """Lets the sender of a message of the wrong size finish: takes its data into a buffer that nobody reads."""
         self._refused.append(unused)
         if nbytes > _INLINE_BYTES:
-            sink = torch.empty(nbytes, dtype=torch.uint8)
+            sink = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             work = self._receive_data(sink, source, tag, index, f"taking {nbytes} bytes in vain from rank {source}")
             self._refused.append((work, sink))
 

@@ -141,7 +141,7 @@ def end_waits(group: Any) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):  # always: that connection is broken, or now all are
-                nothing = torch.empty(1, dtype=torch.uint8)
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 group.recv([nothing], peer, NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
 
 

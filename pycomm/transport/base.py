@@ -161,7 +161,7 @@ class Transport(ABC):
     ) -> torch.Tensor:
         import torch
 
-        frames = torch.empty((len(ranks), frame.numel()), dtype=torch.uint8)
+        frames = torch.empty((len(ranks), frame.numel()), dtype=torch.uint8, device="cpu")
         mine = ranks.index(self.rank)
         frames[mine] = frame
         places = [(mine + step) % len(ranks) for step in range(1, len(ranks))]

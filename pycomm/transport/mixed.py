@@ -198,7 +198,8 @@ class MixedTransport(Transport):
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
         if tag >= FIRST_OWN_TAG:
             return self.start(flat, peer, tag, is_send=True)
-        announcement = self.start(torch.tensor([tag]), peer, ANNOUNCEMENT_TAG, is_send=True)
+        told = torch.tensor([tag], dtype=torch.int64, device="cpu")
+        announcement = self.start(told, peer, ANNOUNCEMENT_TAG, is_send=True)
         return Announced(announcement, self.start(flat, peer, tag, is_send=True))
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:

@@ -78,7 +78,7 @@ class MpiTransport(WatchedTransport):
         return True  # frames are in host memory, whatever the call is about
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
-        frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
+        frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8, device="cpu")
         buffers = memory.as_bytes(frame), memory.as_bytes(frames, self.world_size)
         self._run(verb, timeout_s, "Iallgather", buffers, frame, frames)
         return frames

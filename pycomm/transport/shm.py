@@ -121,7 +121,7 @@ class ShmTransport(Transport):
         self._group.abandon()
 
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
-        frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8)
+        frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8, device="cpu")
         call = CODES[verb], 0, 0, 0, frame.numel()
         self._group.agree(frames.data_ptr(), frame.data_ptr(), frame.numel(), *call, timeout_s or 0.0)
         return frames

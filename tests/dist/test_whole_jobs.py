@@ -1,4 +1,4 @@
-"""Jobs as a whole: with next to no /dev/shm, and two on one host at once."""
+"""Jobs as a whole: with next to no /dev/shm, with torch's defaults set to others, and two on one host at once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from harness import with_small_shm
 def test_a_job_with_256_kib_of_dev_shm() -> None:
     done = start(with_small_shm([*PYCOMM_RUN, str(JOBS / "reduce.py"), "auto", "torch"]))
     check(reports(done), 2, ["shm", "torch"])
+
+
+def test_a_job_with_other_defaults_of_torch() -> None:
+    """A default device and dtype are for the job's own tensors, from init on, also under torch.distributed."""
+    done = start([*PYCOMM_RUN, str(JOBS / "torch_defaults.py"), "shm", "torch"])
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("right") == 2
 
 
 def test_two_jobs_on_one_host_do_not_meet(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def probe(group: Group) -> LinkModel:
     topology = group.engine.selector.topology
     host = _probe_level(group, _partners(topology, is_same_host=True))
     rack = _probe_level(group, _partners(topology, is_same_host=False)) if len(topology.hosts) > 1 else host
-    left, right, total = torch.ones(3, _LARGE_BYTES // 4)
+    left, right, total = torch.ones(3, _LARGE_BYTES // 4, dtype=torch.float32, device="cpu")
     start = time.perf_counter()
     for _ in range(5):
         reduce_(total, [left, right], ReduceOp.SUM)
@@ -126,7 +126,7 @@ def _probe_level(group: Group, pairs: list[tuple[int, int]]) -> Level:
     peer = next((a + b - group.rank for a, b in pairs if group.rank in (a, b)), None)
 
     def exchange(nbytes: int) -> Callable[[], None]:
-        sent, coming = torch.zeros(2, nbytes, dtype=torch.uint8)
+        sent, coming = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
 
         def call() -> None:
             if peer is not None:

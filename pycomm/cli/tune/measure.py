@@ -38,13 +38,13 @@ def time_in_turns(group: Group, calls: Mapping[str, Call], rounds: int, turn_ms:
         for step in range(len(names)):
             at = (number + step) % len(names)
             mine[at][number] = _turn(group, calls[names[at]], counts[at])
-    slowest = torch.tensor(most(group, sum(mine, [])), dtype=torch.float64).view(-1, rounds).tolist()
+    slowest = torch.tensor(most(group, sum(mine, [])), dtype=torch.float64, device="cpu").view(-1, rounds).tolist()
     return dict(zip(names, slowest, strict=True))
 
 
 def most(group: Group, values: list[float]) -> list[float]:
     """Returns the largest value over the ranks, of each."""
-    flat = torch.tensor(values, dtype=torch.float64)
+    flat = torch.tensor(values, dtype=torch.float64, device="cpu")
     _agree(group, flat, ReduceOp.MAX)
     return flat.tolist()
 
@@ -63,7 +63,7 @@ def is_right(engine: Engine, group: Group, verb: str, nbytes: int, algorithm: st
     assert collective.input is not None
     collective.input.copy_(_values(rank, collective.input.numel()))
     engine.execute(collective, algorithm, _TIMEOUT_S)
-    wrong = torch.zeros(1, dtype=torch.float64)
+    wrong = torch.zeros(1, dtype=torch.float64, device="cpu")
     if collective.output is not None:
         wrong[0] = not torch.equal(collective.output, _expected(verb, rank, n, collective))
     _agree(group, wrong, ReduceOp.MAX)
@@ -87,17 +87,21 @@ def _collective(verb: str, group: Group, numel: int) -> Collective:
     n = group.world_size
     part = -(-numel // n)
     small_in, small_out = verb == "all_gather_single", verb == "reduce_scatter_single"
-    input = torch.zeros(part if small_in else part * n if small_out else numel)
-    output = input if verb in ("all_reduce", "broadcast") else torch.zeros(part if small_out else part * n)
+    input = _zeros(part if small_in else part * n if small_out else numel)
+    output = input if verb in ("all_reduce", "broadcast") else _zeros(part if small_out else part * n)
     if verb == "reduce":
-        output = torch.zeros(numel)
+        output = _zeros(numel)
     is_there = verb != "reduce" or group.rank == 0
     op = ReduceOp.SUM if verb in _REDUCES else None
     return Collective(verb=verb, input=input, output=output if is_there else None, op=op)
 
 
+def _zeros(numel: int) -> torch.Tensor:
+    return torch.zeros(numel, dtype=torch.float32, device="cpu")
+
+
 def _values(rank: int, numel: int) -> torch.Tensor:
-    return ((torch.arange(numel) * 5 + rank * 3) % 7).to(torch.float32)  # sums are exact in every order
+    return ((torch.arange(numel, device="cpu") * 5 + rank * 3) % 7).to(torch.float32)  # sums are exact in every order
 
 
 def _expected(verb: str, rank: int, n: int, call: Collective) -> torch.Tensor:

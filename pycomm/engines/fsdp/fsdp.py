@@ -126,7 +126,7 @@ class FullyShardedDataParallel(nn.Module):
                 check_same_model(named, group, "FullyShardedDataParallel", may_be_meta=may_be_meta)
             except PycommError as found:
                 error = error or found
-            told = torch.tensor([error is not None], dtype=torch.int32)
+            told = torch.tensor([error is not None], dtype=torch.int32, device=group.control_device)
             start_sum(Wire(group, is_async=False), told)
             if told.any() and error is None:
                 error = CollectiveMismatchError(
@@ -140,7 +140,8 @@ class FullyShardedDataParallel(nn.Module):
         units = []
         number = next(_engines)  # compressors keep their state in the group, by name
         real = (p.device for p in self.module.parameters() if not p.is_meta)
-        device = next(real, torch.empty(0).device)
+        default = torch.get_default_device()
+        device = next(real, torch.device("cpu") if default.type == "meta" else default)
         for index, each in reversed(list(enumerate(found))):
             if initialize is not None:
                 each = materialize(each, initialize, device)
@@ -205,7 +206,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None and p.grad.numel()]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
-        total = torch.stack(norms).square().sum().view(1) if norms else torch.zeros(1)
+        home = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        total = torch.stack(norms).square().sum().view(1) if norms else torch.zeros(1, dtype=torch.float32, device=home)
         if self._ranks.shards is not None:
             start_sum(Wire(self._ranks.shards.group, is_async=False), total)
         norm = total.sqrt()[0]

@@ -88,6 +88,11 @@ class Ranks(NamedTuple):
         """One after the other they reach all ranks."""
         return [wire.group for wire in self if wire is not None]
 
+    @property
+    def control_device(self) -> torch.device:
+        """Where small tensors go that all ranks tell each other."""
+        return self.groups[0].control_device
+
 
 def ranks_of(strategy: Strategy, group: Any, compression: Any, overlap: bool | None) -> Ranks:
     """Returns who shards and who replicates. Raises ConfigError if ``group`` does not fit the strategy.

@@ -318,7 +318,8 @@ class Passes:
     def _check(self) -> None:
         """Raises on every rank if they ran different units, or if a parameter had no gradient on one."""
         lacking = [] if self._finds_unused else [name for name, is_missing in self._missing.items() if is_missing]
-        told = torch.tensor([len(lacking), self._hash, -self._hash], dtype=torch.int64)
+        mine = [len(lacking), self._hash, -self._hash]
+        told = torch.tensor(mine, dtype=torch.int64, device=self._layout.ranks.control_device)
         self._hash = 0
         for group in self._layout.ranks.groups:
             pycomm.all_reduce(told, pycomm.ReduceOp.MAX, group)
@@ -343,13 +344,14 @@ class Passes:
         )
 
     def _used_somewhere(self) -> dict[str, bool]:
-        used = torch.tensor([not is_missing for is_missing in self._missing.values()], dtype=torch.uint8)
+        has = [not is_missing for is_missing in self._missing.values()]
+        used = torch.tensor(has, dtype=torch.uint8, device=self._layout.ranks.control_device)
         for group in self._layout.ranks.groups:
             pycomm.all_reduce(used, pycomm.ReduceOp.MAX, group)
         return dict(zip(self._missing, used.bool().tolist()))
 
     def _agree_on_order(self) -> None:
-        order = torch.tensor(self._order)
+        order = torch.tensor(self._order, dtype=torch.int64, device=self._layout.ranks.control_device)
         for group in self._layout.ranks.groups:
             pycomm.broadcast(order, group=group, group_src=0)
         self._agreed_order, self._has_agreed = order.tolist(), True

@@ -40,12 +40,12 @@ class StepCheck:
         mistake = "; ".join(filter(None, mistakes))
         rows = [0 if batch is None or stage not in self._stages or batch.dim() == 0 else len(batch)
                 for batch, stage in ((inputs, 0), (targets, last))]  # fmt: skip
-        told = torch.tensor([bool(mistake), *rows], dtype=torch.int64)
+        told = torch.tensor([bool(mistake), *rows], dtype=torch.int64, device=self._group.control_device)
         pycomm.all_reduce(told, pycomm.ReduceOp.MAX, self._group)
         is_wrong, given, wanted = told.tolist()
         if not is_wrong and given != wanted:
             is_wrong, mistake = True, f"{given} rows of inputs and {wanted} of targets"
-        anywhere = torch.tensor([bool(is_wrong)], dtype=torch.int64)
+        anywhere = torch.tensor([bool(is_wrong)], dtype=torch.int64, device=self._group.control_device)
         if self._beside is not None:
             pycomm.all_reduce(anywhere, pycomm.ReduceOp.MAX, self._beside)
         if not anywhere.item():

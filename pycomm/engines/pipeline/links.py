@@ -86,4 +86,4 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
             f"one of {', '.join(str(dtype) for dtype in _DTYPES)} with at most {_MAX_DIMS}"
         )
     shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
-    return torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *shape], dtype=torch.int64)
+    return torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *shape], dtype=torch.int64, device="cpu")

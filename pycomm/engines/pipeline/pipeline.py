@@ -118,8 +118,8 @@ class Pipeline:
             )
             for stage in own
         }
-        first = next(whole.parameters(), torch.empty(0))
-        self._links = Links(self.group, schedule, first.device)
+        self._device = next((p.device for p in whole.parameters()), self.group.control_device)
+        self._links = Links(self.group, schedule, self._device)
         self._start_from_rank_0(whole)
         self.report: StepReport | None = None
         self._reducer: Reducer | None = None
@@ -203,7 +203,8 @@ class Pipeline:
         actions = [each for row in self.schedule.rows for each in row]
         if self.report is None:
             raise ConfigError("Pipeline: what a step takes was asked for before the first step; call step() first")
-        taken = torch.tensor([self.report.action_s.get(each, 0.0) for each in actions], dtype=torch.float64)
+        mine = [self.report.action_s.get(each, 0.0) for each in actions]
+        taken = torch.tensor(mine, dtype=torch.float64, device=self.group.control_device)
         pycomm.all_reduce(taken, group=self.group)
         return dict(zip(actions, taken.tolist(), strict=True))
 
@@ -212,10 +213,11 @@ class Pipeline:
 
         A stage whose schedule has B counts half of it as I and half as W.
         """
-        taken = torch.zeros(self.schedule.stages, 3, dtype=torch.float64)
+        taken = torch.zeros(self.schedule.stages, 3, dtype=torch.float64, device="cpu")
         for (kind, stage, _), seconds in self.measured_actions().items():
             shares = {Kind.F: (1, 0, 0), Kind.B: (0, 0.5, 0.5), Kind.I: (0, 1, 0), Kind.W: (0, 0, 1)}[kind]
-            taken[stage] += seconds / self.schedule.microbatches * torch.tensor(shares, dtype=torch.float64)
+            part = torch.tensor(shares, dtype=torch.float64, device="cpu")
+            taken[stage] += seconds / self.schedule.microbatches * part
         return {stage: StageTimes(*row) for stage, row in enumerate(taken.tolist())}
 
     # -- the parts --------------------------------------------------------------------------------------------------
@@ -235,7 +237,8 @@ class Pipeline:
         """
         if split != "time":
             return split  # type: ignore[no-any-return]  # checked by split_model
-        cuts = torch.tensor([len(part) for part in split_model(whole, stages, "time", sample)])
+        lengths = [len(part) for part in split_model(whole, stages, "time", sample)]
+        cuts = torch.tensor(lengths, dtype=torch.int64, device=self.group.control_device)
         pycomm.broadcast(cuts, group=self.group, group_src=0)
         return list(cuts.tolist())
 
@@ -286,7 +289,7 @@ class Pipeline:
 
     def _mean_loss(self) -> torch.Tensor:
         last = self.schedule.stages - 1
-        total = torch.zeros((), dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
         if last in self.stages:
             losses = self.stages[last].losses
             total = torch.stack(losses).sum().float()

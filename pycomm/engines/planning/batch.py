@@ -95,6 +95,6 @@ def _agreed(excess: int, group: Any) -> int:
     """Returns the most bytes that a rank took beyond its memory, so that all go on alike."""
     if group is None:
         return excess
-    most = torch.tensor([excess], dtype=torch.int64)
+    most = torch.tensor([excess], dtype=torch.int64, device=pycomm.get_group(group).control_device)
     pycomm.all_reduce(most, pycomm.ReduceOp.MAX, group)
     return int(most.item())

@@ -24,7 +24,7 @@ class _TorchLibrary(Library):
 
     def buffer(self, numel: int, dtype: str, is_shared: bool) -> Buffer:
         """Allocates a torch tensor."""
-        return self._as_buffer(torch.empty(numel, dtype=getattr(torch, dtype)))
+        return self._as_buffer(torch.empty(numel, dtype=getattr(torch, dtype), device="cpu"))
 
     def encode(self, values: Values, dtype: str) -> Bits:
         """Converts by torch."""
