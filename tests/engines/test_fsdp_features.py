@@ -14,6 +14,7 @@ import pycomm
 from engines.cases import BOUND, OPTIMIZERS, Attention, Branches, TinyGPT, batches, loss_of, make, train_alone
 from engines.fsdp_cases import STRATEGIES, WRAP, error_of, expected_of, train
 from harness import run_ranks
+from pycomm.engines.fsdp import ShardedGradScaler
 
 
 def features_job(rank: int) -> None:
@@ -25,6 +26,7 @@ def features_job(rank: int) -> None:
         frozen_and_reused,
         checkpointed,
         clipped,
+        scaled,
         from_meta,
         state_dicts,
         several_passes,
@@ -189,6 +191,34 @@ def clipped(rank: int) -> None:
         loss_of(fsdp, inputs.chunk(2)[rank], targets.chunk(2)[rank]).backward()
         torch.testing.assert_close(fsdp.clip_grad_norm_(0.1), expected)
         torch.testing.assert_close(fsdp.clip_grad_norm_(1.0), torch.tensor(0.1))
+
+
+def scaled(rank: int) -> None:
+    """An overflow in one rank's part of the gradients makes all ranks skip the step and halve the scale."""
+    for fused in (False, True):
+        fsdp = pycomm.FullyShardedDataParallel(nn.Linear(8, 8, bias=False))
+        before = fsdp.full_state_dict()["weight"]
+        optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.5, fused=fused)
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        for overflow, scale in ((torch.inf, 2.0), (1.0, 2.0)):
+            optimizer.zero_grad()
+            factors = torch.tensor([overflow, *[1.0] * 7])  # of the rows; the first is in rank 0's part
+            scaler.scale((fsdp(torch.ones(2, 8)) * factors).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == scale
+            changed = (fsdp.full_state_dict()["weight"] != before).all(1).tolist()
+            assert changed == [overflow == 1.0] * 8
+    lone = [nn.Parameter(torch.ones(1))] if rank == 0 else []  # a rank has no gradient at all
+    for each in lone:
+        each.grad = torch.full((1,), torch.nan)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1)), *lone], lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0 and all(each.item() == 1.0 for each in lone)
 
 
 def from_meta(rank: int) -> None:
