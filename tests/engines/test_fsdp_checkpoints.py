@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 import pycomm
 import pycomm.torch_backend
@@ -74,6 +78,99 @@ def test_checkpoints_load_into_another_world(tmp_path: Path) -> None:
         loss_of(alone, inputs, targets).backward()
         optimizer.step()
     assert relative_error(plain.state_dict(), alone.state_dict()) < 1e-5
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dimensions, whose state and an optimizer's scalars are of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.tensor(1.0)), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+STEPPERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd, dampening": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "adam": partial(torch.optim.Adam, weight_decay=0.1),
+    "rprop": torch.optim.Rprop,
+    "nadam": torch.optim.NAdam,
+    "asgd": partial(torch.optim.ASGD, lambd=0.1, lr=0.1, t0=0),
+    "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.5),
+}
+
+
+def stepped(
+    make_optimizer: Any, steps: int, saves_at: int | None = None, full: bool = True, strategy: str = "full_shard"
+) -> dict[str, torch.Tensor]:
+    """Returns the state after ``steps``; before number ``saves_at`` a new optimizer loads the old one's."""
+    torch.manual_seed(4)
+    fsdp = pycomm.FullyShardedDataParallel(Scaled(), strategy=strategy)
+    optimizer = make_optimizer(fsdp.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step() of its own into it
+    for number in range(steps):
+        if number == saves_at:
+            saved = fsdp.optimizer_state_dict(optimizer, full=full)
+            resumed = make_optimizer(fsdp.parameters())
+            fsdp.load_optimizer_state_dict(resumed, saved)
+            assert bool(resumed.state) == bool(optimizer.state)
+            optimizer = resumed
+        optimizer.zero_grad()
+        fsdp(torch.ones(2, 3) * (number + 1)).square().sum().backward()
+        optimizer.step()
+    return fsdp.full_state_dict()
+
+
+def optimizers_job(rank: int) -> None:
+    """To save an optimizer, and to load that, changes nothing: before its first step, and after it."""
+    for name, each in STEPPERS.items():
+        expected = stepped(each, steps=3)
+        for saves_at, full, strategy in itertools.product((0, 1), (True, False), ("full_shard", "no_shard")):
+            found = stepped(each, 3, saves_at, full, strategy)
+            assert relative_error(found, expected) < 1e-6, (name, saves_at, full, strategy)
+    groups_are_told_by_name()
+
+
+def groups_are_told_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fsdp = pycomm.fully_shard(model)
+    first, last = (list(layer.parameters()) for layer in model)
+
+    def of(*groups: tuple[Any, float]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters, "lr": rate} for parameters, rate in groups], momentum=0.9)
+
+    saved = fsdp.optimizer_state_dict(of((first, 0.1), (last, 0.5)), full=True)
+    other = of((last[::-1], 1.0), (first, 1.0))
+    fsdp.load_optimizer_state_dict(other, saved)
+    assert [group["lr"] for group in other.param_groups] == [0.5, 0.1]
+    for groups in ([(first + last, 1.0)], [(first, 1.0)] + [(each, 1.0) for each in last]):
+        other = of(*groups)
+        with pytest.raises(pycomm.CheckpointError, match=r"its groups are 0\.weight, 0\.bias; 1\.weight, 1\.bias"):
+            fsdp.load_optimizer_state_dict(other, saved)
+        assert {group["lr"] for group in other.param_groups} == {1.0}
+
+
+def test_optimizers_are_what_they_were() -> None:
+    run_ranks(2, optimizers_job)
+
+
+def unstepped_job(rank: int, folder: str) -> None:
+    """What was saved before the first step loads as such through torch.distributed.checkpoint."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store"), rank=rank, world_size=pycomm.world_size())
+    fsdp, optimizer = trained("full_shard", steps=0)
+    dcp.save({"optimizer": fsdp.optimizer_state_dict(optimizer)}, checkpoint_id=f"{folder}/checkpoint")
+    fsdp, optimizer = trained("full_shard", steps=1)
+    state = {"optimizer": fsdp.optimizer_state_dict(optimizer)}
+    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    dist.destroy_process_group()
+    fsdp.load_optimizer_state_dict(optimizer, state["optimizer"])
+    assert not optimizer.state
+
+
+def test_optimizers_without_state_load_as_such(tmp_path: Path) -> None:
+    run_ranks(2, unstepped_job, str(tmp_path))
 
 
 def test_boxes_cover_a_run_of_elements_once() -> None:

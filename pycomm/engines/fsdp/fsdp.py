@@ -252,15 +252,21 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """Returns the optimizer's state by parameter name: this rank's part of it, or with ``full`` all of it.
 
-        An optimizer that has not stepped gets a state of zeros, to load into. With ``full`` called by every rank;
-        ``rank`` as for ``full_state_dict``.
+        The optimizer is left as it is. One that has not stepped has no state: with ``full`` an empty one, else zeros
+        that torch.distributed.checkpoint can load into, with an entry "has_state" that says so. With ``full`` called by
+        every rank; ``rank`` as for ``full_state_dict``.
         """
         if full:
             return self._states.optimizer_full(optimizer, rank)
         return self._states.optimizer_sharded(optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Loads what ``optimizer_state_dict`` returned, of either kind; full ones of any world and strategy."""
+        """Loads what ``optimizer_state_dict`` returned, of either kind; full ones of any world and strategy.
+
+        The groups of parameters may come in another order: they are told by their parameters' names. What was saved
+        before the first step leaves the optimizer without state. Raises CheckpointError, and changes nothing, if the
+        groups have other parameters, or if the state of one is missing or of another shape.
+        """
         self._states.load_optimizer(optimizer, state)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -279,6 +285,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def count_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Writes down the bytes of the optimizer's state for this model's parameters. Called when one has stepped."""
+        if not any(p in self._roster for group in optimizer.param_groups for p in group["params"]):
+            return
         states = (state for p, state in optimizer.state.items() if p in self._roster)
         tensors = (each for state in states for each in state.values() if isinstance(each, torch.Tensor))
         self._ledger.put("optimizer", sum(each.nbytes for each in tensors), is_host=self._is_offloaded)

@@ -9,6 +9,7 @@ takes either kind.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -24,6 +25,8 @@ from .passes import Unit
 from .pieces import Piece
 
 __all__ = ["States"]
+
+_NAMED = 8  # of the parameters that an error names
 
 
 class States:
@@ -71,14 +74,26 @@ class States:
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_sharded(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Returns ``{"state": {name: {key: value}}, "param_groups": [...]}``, pieces for what is like a parameter."""
-        return self._optimizer_state(
-            optimizer, lambda parameter, values: {key: self._piece(parameter, each) for key, each in values.items()}
+        """Returns ``{"state": {name: {key: value}}, "param_groups": [...], "has_state": bool}``.
+
+        Values are pieces where they are like a parameter. An optimizer without state gives zeros in place of what it
+        would have, for torch.distributed.checkpoint to load into; "has_state" then is False, and they are not loaded.
+        """
+        self._check_is_ours(optimizer)
+        has_state = any(optimizer.state.values())
+        states = optimizer.state if has_state else _state_of_zeros(optimizer)
+        state = self._optimizer_state(
+            optimizer,
+            lambda parameter: {key: self._piece(parameter, x) for key, x in states.get(parameter, {}).items()},
         )
+        return {**state, "has_state": has_state}
 
     def optimizer_full(self, optimizer: torch.optim.Optimizer, rank: int | None) -> dict[str, Any]:
-        """Returns the same with whole tensors, on every rank or on ``rank`` alone, where others get {}. Collective."""
-        self._prepare(optimizer)
+        """Returns state and groups with whole tensors, on every rank or on ``rank`` alone, where others get {}.
+
+        Collective.
+        """
+        self._check_is_ours(optimizer)
         whole: dict[int, dict[str, torch.Tensor]] = {}
         for flat in self._flats:
             slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
@@ -89,23 +104,26 @@ class States:
                     whole.setdefault(place, {})[key] = value
         if not self._is_for(rank):
             return {}
-        state = self._optimizer_state(optimizer, lambda parameter, values: {**values, **whole.get(id(parameter), {})})
-        return deepcopy(state)
+        return deepcopy(
+            self._optimizer_state(
+                optimizer, lambda parameter: {**optimizer.state.get(parameter, {}), **whole.get(id(parameter), {})}
+            )
+        )
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer, convert: Any) -> dict[str, Any]:
-        self._prepare(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {self._name_of[id(p)]: convert(p, dict(optimizer.state.get(p, {}))) for p in parameters}
-        groups = [
-            {**group, "params": [self._name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups
-        ]
+        state = {self._name_of[id(p)]: convert(p) for group in optimizer.param_groups for p in group["params"]}
+        groups = [{**group, "params": self._names(group)} for group in optimizer.param_groups]
         return {"state": state, "param_groups": groups}
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Loads what ``optimizer_sharded`` or ``optimizer_full`` returned, in any world. Raises CheckpointError."""
-        self._prepare(optimizer)
-        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        """Loads what ``optimizer_sharded`` or ``optimizer_full`` returned, in any world. Raises CheckpointError.
+
+        Groups are told by the parameters that they have. What was saved before the first step leaves no state.
+        """
+        self._check_is_ours(optimizer)
+        groups = [self._saved_group(group, state["param_groups"]) for group in optimizer.param_groups]
+        shapes: dict[torch.Tensor, Any] = {}
+        loaded = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = self._name_of[id(parameter)]
             if name not in state["state"]:
@@ -113,22 +131,46 @@ class States:
                     f"the optimizer state has nothing for {name!r}; it has {len(state['state'])} parameters. Load what "
                     f"was saved for this model"
                 )
-            optimizer.state[parameter] = {
+            values = state["state"][name] if state.get("has_state", True) else {}
+            here = optimizer.state.get(parameter, {})
+            if not here and any(self._is_ambiguous(parameter, value) for value in values.values()):
+                shapes = shapes or _state_of_zeros(optimizer)
+                here = shapes[parameter]
+            loaded[parameter] = {
                 key: self._local(parameter, value, name).clone()
-                if self._is_whole(parameter, key, value)
+                if self._is_whole(parameter, value, here.get(key))
                 else deepcopy(value)
-                for key, value in state["state"][name].items()
+                for key, value in values.items()
             }
+        for group, saved in zip(optimizer.param_groups, groups):
+            group.update(deepcopy({key: value for key, value in saved.items() if key != "params"}))
+        for parameter, values in loaded.items():
+            optimizer.state.pop(parameter, None)
+            if values:
+                optimizer.state[parameter] = values
 
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def _saved_group(self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Returns the one of the ``saved`` groups that has the parameters of ``group``, in any order."""
+        names = self._names(group)
+        for each in saved:
+            if set(each["params"]) == set(names):
+                return each
+        raise CheckpointError(
+            f"the optimizer has a group of parameters {_listed(names)}, and the state has none of just these; its "
+            f"groups are {'; '.join(_listed(each['params']) for each in saved)}. Make the optimizer with the groups "
+            f"that it was saved with, in any order"
+        )
+
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._name_of[id(p)] for p in group["params"]]
+
+    def _check_is_ours(self, optimizer: torch.optim.Optimizer) -> None:
         strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._slots]
         if strange:
             raise ConfigError(
                 f"the optimizer has {len(strange)} parameters that are not this model's, of shapes "
                 f"{[tuple(p.shape) for p in strange[:4]]}; make it from module.parameters() after sharding"
             )
-        if not optimizer.state:
-            _make_state(optimizer)
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
 
@@ -160,10 +202,21 @@ class States:
         found = self._slots.get(place)
         return found is not None and isinstance(value, torch.Tensor) and value.shape == found[1].piece.shape
 
-    def _is_whole(self, parameter: torch.Tensor, key: str, value: Any) -> bool:
-        """Whether a value of a state dict is one element for each of the parameter's; "step" of a scalar is not."""
+    def _is_ambiguous(self, parameter: torch.Tensor, value: Any) -> bool:
+        """Whether a plain tensor of a state dict may be like the parameter or a scalar, which have the same shape."""
         shape = self._slots[id(parameter)][1].shape
-        return isinstance(value, Piece) or (isinstance(value, torch.Tensor) and value.shape == shape and key != "step")
+        return not shape and isinstance(value, torch.Tensor) and not isinstance(value, Piece) and not value.shape
+
+    def _is_whole(self, parameter: torch.Tensor, value: Any, here: Any) -> bool:
+        """Whether a value of a state dict is one element for each of the parameter's.
+
+        If the parameter has but one, so have scalars: then the optimizer's own state of it ``here`` tells.
+        """
+        if self._is_ambiguous(parameter, value):
+            return self._is_shaped(id(parameter), here)
+        return isinstance(value, Piece) or (
+            isinstance(value, torch.Tensor) and value.shape == self._slots[id(parameter)][1].shape
+        )
 
     def _local(self, parameter: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
         found = self._slots.get(id(parameter))
@@ -189,22 +242,33 @@ class States:
         return rank is None or all(each == rank for each in self._ranks)
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer that has not stepped make its state, all zeros, so that there is something to load into.
+def _state_of_zeros(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
+    """Returns the state that the optimizer makes for its parameters when it steps, by shapes; all tensors are zero.
 
-    It steps with zero gradients and a learning rate of zero, as torch's own set_optimizer_state_dict does.
+    A twin takes the step, the optimizer is left as it is: what a step makes of no gradient is not what it was before
+    (weight decay goes into the moments, Rprop's and ASGD's rates change).
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients, rates = [p.grad for p in parameters], [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    optimizer.step()
-    for parameter, gradient in zip(parameters, gradients):
-        parameter.grad = gradient
-        step = optimizer.state[parameter].get("step")
-        if isinstance(step, torch.Tensor):
-            step.zero_()
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update({key: each for key, each in optimizer.__dict__.items() if key != "step"})  # a scheduler's
+    twin.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    mirrors = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        mirrors[parameter] = mirror = nn.Parameter(torch.zeros_like(parameter), parameter.requires_grad)
+        mirror.__dict__.update(parameter.__dict__)
+        if parameter.requires_grad:
+            mirror.grad = torch.zeros_like(parameter)
+    twin.param_groups = [{**group, "params": [mirrors[p] for p in group["params"]]} for group in optimizer.param_groups]
+    twin.step()
+    return {
+        parameter: {
+            key: torch.zeros_like(each) if isinstance(each, torch.Tensor) else each
+            for key, each in twin.state.get(mirror, {}).items()
+        }
+        for parameter, mirror in mirrors.items()
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
