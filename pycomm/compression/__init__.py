@@ -20,7 +20,7 @@ from .randomk import RandomK as randomk
 from .schedules import by_bandwidth, by_stability
 from .sign import Sign as sign
 from .spec import CODECS, WRAPPERS, checked_spec, parse
-from .state import merge_states
+from .state import PaddedName, merge_states
 from .ternary import Ternary as ternary
 from .threshold import Threshold as threshold
 from .topk import TopK as topk
@@ -37,6 +37,7 @@ __all__ = [
     "Compressor",
     "Context",
     "Message",
+    "PaddedName",
     "Part",
     "by_bandwidth",
     "by_stability",

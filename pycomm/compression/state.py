@@ -10,11 +10,27 @@ import torch
 from ..errors import CheckpointError, ConfigError
 from .base import Part, check_named
 
-__all__ = ["NamedBuffers", "merge_states"]
+__all__ = ["NamedBuffers", "PaddedName", "merge_states"]
+
+
+class PaddedName(str):
+    """The name of a tensor whose elements from ``numel`` on are padding, of which no state is kept.
+
+    So the state fits the same tensor in a world that pads it otherwise.
+    """
+
+    numel: int
+
+    def __new__(cls, name: str, numel: int) -> PaddedName:
+        made = super().__new__(cls, name)
+        made.numel = numel
+        return made
 
 
 class NamedBuffers:
     """A float32 vector for each parameter, zero at first; contiguous for the parameters that are reduced together.
+
+    What is padding, by a PaddedName, has its place there, but is neither saved nor moved to another layout.
 
     Not safe for several threads; a group calls its compressors one at a time.
     """
@@ -43,15 +59,16 @@ class NamedBuffers:
         whole = torch.zeros(sum(part.numel for part in parts), dtype=torch.float32, device=like.device)
         for part, view in zip(parts, torch.split(whole, [part.numel for part in parts]), strict=True):
             assert part.name is not None, "checked above"
-            kept = self._views.get(part.name)
-            if kept is not None and kept.numel() != part.numel:
+            name, view = str(part.name), view[: _own_numel(part)]
+            kept = self._views.get(name)
+            if kept is not None and kept.numel() != view.numel():
                 raise ConfigError(
-                    f"compression {self._who!r}: {part.name!r} has {part.numel} elements, and had {kept.numel()} when "
+                    f"compression {self._who!r}: {name!r} has {view.numel()} elements, and had {kept.numel()} when "
                     f"its state was made; use another name, or another compressor, for another tensor"
                 )
             if kept is not None:
                 view.copy_(kept)
-            self._views[part.name] = view
+            self._views[name] = view
         return whole
 
     def __contains__(self, name: object) -> bool:
@@ -71,6 +88,11 @@ class NamedBuffers:
         """Replaces everything by ``state``."""
         self._wholes = {}
         self._views = {name: tensor.detach().to(torch.float32).clone().view(-1) for name, tensor in state.items()}
+
+
+def _own_numel(part: Part) -> int:
+    """Returns the elements that are no padding."""
+    return min(part.name.numel, part.numel) if isinstance(part.name, PaddedName) else part.numel
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

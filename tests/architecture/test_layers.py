@@ -194,6 +194,7 @@ MAY_REDUCE = {
     "reducer/planner.py": "measured times",
     "engines/_buffers.py": "buffers of the model",
     "engines/fsdp/passes.py": "which parameters have a gradient, which units ran",
+    "engines/fsdp/scaler.py": "whether a gradient is no number",
     "engines/pipeline/begin.py": "who cannot begin a step",
     "engines/pipeline/pipeline.py": "measured times",
     "engines/planning/batch.py": "measured bytes",

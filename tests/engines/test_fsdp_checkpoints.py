@@ -173,6 +173,62 @@ def test_optimizers_without_state_load_as_such(tmp_path: Path) -> None:
     run_ranks(2, unstepped_job, str(tmp_path))
 
 
+SPEC = "int4+ef"
+
+
+def compressed_step(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the mean gradient of a step with error feedback, and what it is without compression."""
+    gradients = []
+    for compression in (SPEC, None):
+        fsdp = pycomm.FullyShardedDataParallel(Owing(), compression=compression, gather_compression=compression)
+        fsdp.module.weight.data.copy_(torch.ones_like(fsdp.module.weight))
+        before = fsdp.full_state_dict()
+        fsdp(torch.randn(5, generator=torch.Generator().manual_seed(10 * step + pycomm.rank()))).backward()
+        torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
+        gradients.append(before["weight"] - fsdp.full_state_dict()["weight"])
+    return gradients[0], gradients[1]
+
+
+class Owing(nn.Module):
+    """The gradient is the input, which 16 elements do not divide, nor 16 for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight @ x
+
+
+def owed(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    residuals = state["compressors"][SPEC]["error_feedback"]["residuals"]
+    return {name: each for name, each in residuals.items() if "gather" not in name}
+
+
+def owing_job(rank: int, states: list[Any] | None = None) -> dict[str, Any]:
+    """One step with error feedback, after ``states`` of another world; another engine was made before."""
+    group = pycomm.get_group()
+    pycomm.FullyShardedDataParallel(make("mlp"), compression=SPEC)
+    carried = torch.zeros(5)
+    if states is not None:
+        merged = pycomm.compression.merge_states(states)
+        (carried,) = owed(merged).values()
+        assert carried.any()
+        group.compression.load_state_dict(merged)
+    found, exact = compressed_step(0 if states is None else 1)
+    state = group.compression.state_dict()
+    everyone: list[Any] = [None] * pycomm.world_size()
+    pycomm.all_gather_object(everyone, state)
+    (left,) = owed(pycomm.compression.merge_states(everyone)).values()
+    torch.testing.assert_close(found + left, exact + carried)  # what is sent and what is owed then is what came in
+    return state
+
+
+def test_error_feedback_goes_to_another_world() -> None:
+    states = run_ranks(2, owing_job)
+    run_ranks(3, owing_job, states)
+
+
 def test_boxes_cover_a_run_of_elements_once() -> None:
     for shape in ((), (7,), (3, 5), (2, 3, 4), (3, 1, 2, 2), (4, 0, 2)):
         whole = torch.arange(prod(shape)).view(shape)

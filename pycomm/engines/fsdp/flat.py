@@ -26,7 +26,7 @@ from torch import nn
 from ...reducer.bucket import allocate
 from ...reducer.reduce import Named, Waitable, Wire, start_gather, start_mean, start_scatter_mean
 from .ledger import Kind, Ledger
-from .options import Precision, Ranks, Strategy
+from .options import Precision, Ranks, Strategy, state_name
 from .wrap import SHARDED, Place
 
 __all__ = ["FlatParameter", "Layout", "Slot"]
@@ -61,18 +61,26 @@ class Layout(NamedTuple):
     offload: str | None
     ledger: Ledger
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether something is on the wire, so that names matter."""
+        return any(each is not None for each in (*(w.compression for w in self.ranks if w), self.gather_compression))
+
 
 class FlatParameter:
     """The ``named`` parameters of one unit: of one dtype, on one device, all trained or all frozen."""
 
-    def __init__(self, name: str, named: Sequence[tuple[str, nn.Parameter, list[Place]]], layout: Layout) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter, list[Place]]], layout: Layout) -> None:
         first = named[0][1]
-        self.name, self.layout = name, layout
+        self.layout = layout
         self.dtype, self.device, self.is_trained = first.dtype, first.device, first.requires_grad
         self.full_dtype, self.reduce_dtype = layout.precision.of(first.dtype)
         self.is_offloaded = layout.offload is not None
         self.home = torch.device("cpu") if self.is_offloaded else first.device  # of what the optimizer sees
         total, parts = sum(p.numel() for _, p, _ in named), layout.ranks.parts
+        self.name = (
+            state_name([each for each, _, _ in named], total, layout.ranks.groups) if layout.is_compressed else ""
+        )
         self.numel = -(-total // (parts * _ALIGNMENT)) * parts * _ALIGNMENT
         length = self.numel // parts
         self.own = slice(layout.ranks.own * length, (layout.ranks.own + 1) * length)
@@ -148,7 +156,12 @@ class FlatParameter:
             self._count("parameters", self._full.nbytes)
         source = self._source(version != self._seen_version, wire is not None)
         self.is_full, self._seen_version = True, version
-        return None if wire is None else start_gather(wire, self._full.data, source, self.name)
+        return None if wire is None else start_gather(wire, self._full.data, source, self._gather_name)
+
+    @property
+    def _gather_name(self) -> str:
+        """What is owed of a shard fits no other number of shards, nor what is owed of gradients."""
+        return f"{self.name}:gather/{self.layout.ranks.parts}"
 
     def _source(self, is_stale: bool, is_gathered: bool) -> torch.Tensor:
         """Returns this rank's part as it is to be gathered: the shard if it can be, else a copy in its place."""

@@ -13,7 +13,6 @@ One path serves all: ``flat.py`` holds a unit's parameters, shard and gradients,
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -36,8 +35,6 @@ from .state import States
 from .wrap import Found, Policy, find_units, materialize
 
 __all__ = ["FullyShardedDataParallel", "fully_shard"]
-
-_engines = itertools.count()  # all ranks make them in the same order
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -138,7 +135,6 @@ class FullyShardedDataParallel(nn.Module):
     def _shard(self, found: list[Found], layout: Layout, initialize: Callable[[nn.Module], None] | None) -> list[Unit]:
         """Makes the units, the inner ones first, each from rank 0's values."""
         units = []
-        number = next(_engines)  # compressors keep their state in the group, by name
         real = (p.device for p in self.module.parameters() if not p.is_meta)
         default = torch.get_default_device()
         device = next(real, torch.device("cpu") if default.type == "meta" else default)
@@ -152,10 +148,7 @@ class FullyShardedDataParallel(nn.Module):
                 kinds.setdefault((parameter[1].dtype, parameter[1].device, parameter[1].requires_grad), []).append(
                     parameter
                 )
-            flats = [
-                FlatParameter(f"fsdp{number}:{each.name}:{place}", named, layout)
-                for place, named in enumerate(kinds.values())
-            ]
+            flats = [FlatParameter(named, layout) for named in kinds.values()]
             units.append(Unit(index, each.name, each.module, flats))
             units[-1].show(False)
         if not any(unit.trained for unit in units):

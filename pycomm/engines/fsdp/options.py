@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,7 +15,7 @@ from ...errors import ConfigError
 from ...reducer.reduce import Wire
 from ..mesh import Mesh
 
-__all__ = ["OFFLOADS", "STRATEGIES", "Precision", "Ranks", "Strategy", "ranks_of", "strategy_of"]
+__all__ = ["OFFLOADS", "STRATEGIES", "Precision", "Ranks", "Strategy", "ranks_of", "state_name", "strategy_of"]
 
 
 class Strategy(NamedTuple):
@@ -124,3 +126,20 @@ def _wire(group: pycomm.Group, compression: Any, overlap: bool | None, is_inner:
     if wire.is_async and is_inner:
         return wire._replace(stream=pycomm.CommStream("fsdp", group))
     return wire
+
+
+_taken: WeakKeyDictionary[pycomm.Group, Counter[str]] = WeakKeyDictionary()
+
+
+def state_name(names: Sequence[str], numel: int, groups: Sequence[pycomm.Group]) -> str:
+    """Returns by what name compressors keep the state of parameters in one buffer, of ``numel`` elements unpadded.
+
+    It follows from the parameters, so a checkpoint fits another world, and a program that makes other engines too. All
+    ranks make their engines in one order: a second one of the same parameters in one of the ``groups`` gets a number.
+    """
+    name = f"fsdp:{names[0]}..{names[-1]}:{numel}"
+    taken = [_taken.setdefault(group, Counter()) for group in groups]
+    number = max(each[name] for each in taken)
+    for each in taken:
+        each[name] = number + 1
+    return pycomm.compression.PaddedName(f"{name}#{number}" if number else name, numel)
