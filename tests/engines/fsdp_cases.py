@@ -10,7 +10,7 @@ from torch import nn
 import pycomm
 from engines.cases import make_on_rank, relative_error, train_alone, train_on_rank
 
-__all__ = ["STRATEGIES", "WRAP", "error_of", "expected_of", "train"]
+__all__ = ["STRATEGIES", "WRAP", "error_of", "expected_of", "train", "whole_gradient"]
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 WRAP = {"mlp": nn.Linear, "conv": (nn.Conv2d, nn.BatchNorm2d), "gpt": ["blocks.0", "blocks.1"]}
@@ -48,3 +48,10 @@ def expected_of(name: str, optimizer: str, dtype: torch.dtype = torch.float32) -
 
 def error_of(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     return relative_error({name: found[name] for name in expected}, expected)
+
+
+def whole_gradient(fsdp: pycomm.FullyShardedDataParallel) -> torch.Tensor:
+    """Returns the ranks' parts of the gradient, as one SGD step shows them."""
+    before = fsdp.full_state_dict()
+    torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
+    return torch.cat([(before[name] - after).reshape(-1) for name, after in fsdp.full_state_dict().items()])

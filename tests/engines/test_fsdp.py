@@ -5,6 +5,7 @@ Many cases run in one started job: starting the ranks takes longer than they do.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -117,6 +118,20 @@ def mistakes_job(rank: int) -> None:
     fsdp.module.register_parameter("late", nn.Parameter(torch.zeros(1)))
     with pytest.raises(pycomm.ConfigError, match="late.*Change a module before"):
         fsdp(torch.ones(1, 2))
+    for copied in (fsdp, fsdp.module):
+        with pytest.raises(pycomm.ConfigError, match="deepcopy.*expected a module that is not sharded"):
+            copy.deepcopy(copied)
+    for method in ("register_hook", "register_post_accumulate_grad_hook"):
+        hooked = nn.Linear(2, 2)
+        if rank == 1:
+            getattr(hooked.bias, method)(lambda _: None)
+        with pytest.raises(pycomm.PycommError, match="hooks of the gradient: bias" if rank == 1 else "other ranks"):
+            wrap(hooked)
+    for overlap in (False, True):  # one rank wants the gradient of its inputs alone
+        apart, x = wrap(nn.Linear(2, 2), overlap=overlap), torch.ones(1, 2, requires_grad=True)
+        loss = apart(x).sum()
+        with pytest.raises(pycomm.CollectiveMismatchError, match="barrier"):
+            torch.autograd.grad(loss, x) if rank == 1 else loss.backward()
     for layer in (nn.LayerNorm, nn.BatchNorm1d):  # without buffers, which are sent before parameters, and with
         for overlap in (False, True):
             changed = wrap(nn.Sequential(nn.Linear(2, 2), layer(2)), overlap=overlap)

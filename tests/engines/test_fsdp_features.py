@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from engines.cases import BOUND, OPTIMIZERS, Attention, Branches, TinyGPT, batches, loss_of, make, train_alone
-from engines.fsdp_cases import STRATEGIES, WRAP, error_of, expected_of, train
+from engines.fsdp_cases import STRATEGIES, WRAP, error_of, expected_of, train, whole_gradient
 from harness import run_ranks
 from pycomm.engines.fsdp import ShardedGradScaler
 
@@ -29,7 +29,6 @@ def features_job(rank: int) -> None:
         scaled,
         from_meta,
         state_dicts,
-        several_passes,
         compiled,
         memory,
     ):
@@ -174,13 +173,6 @@ def checkpointed(rank: int) -> None:
         torch.testing.assert_close(whole_gradient(fsdp), torch.cat([p.grad.reshape(-1) for p in alone.parameters()]))
 
 
-def whole_gradient(fsdp: pycomm.FullyShardedDataParallel) -> torch.Tensor:
-    """Returns the ranks' parts of the gradient, as one SGD step shows them."""
-    before = fsdp.full_state_dict()
-    torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
-    return torch.cat([(before[name] - after).reshape(-1) for name, after in fsdp.full_state_dict().items()])
-
-
 def clipped(rank: int) -> None:
     inputs, targets = next(batches("gpt"))
     alone = make("gpt")
@@ -191,6 +183,10 @@ def clipped(rank: int) -> None:
         loss_of(fsdp, inputs.chunk(2)[rank], targets.chunk(2)[rank]).backward()
         torch.testing.assert_close(fsdp.clip_grad_norm_(0.1), expected)
         torch.testing.assert_close(fsdp.clip_grad_norm_(1.0), torch.tensor(0.1))
+    fsdp = pycomm.FullyShardedDataParallel(nn.Linear(1, 1, bias=False, dtype=torch.complex64))
+    fsdp(torch.full((1, 1), 3.0j)).abs().sum().backward()
+    for norm, limit in ((3.0, 1.5), (1.5, 2.0)):
+        torch.testing.assert_close(fsdp.clip_grad_norm_(limit), torch.tensor(norm))
 
 
 def scaled(rank: int) -> None:
@@ -275,30 +271,6 @@ def state_dicts(rank: int) -> None:
         fsdp.load_state_dict({**state, "0.weight": torch.zeros(1)})
     with pytest.raises(pycomm.ConfigError, match="make it from module.parameters"):
         fsdp.optimizer_state_dict(mirror)
-
-
-def several_passes(rank: int) -> None:
-    """Evaluation between forward and backward, a loss that is never used, and an error in the middle of a pass."""
-    fsdp = pycomm.FullyShardedDataParallel(make("mlp"), wrap=nn.Linear)
-    inputs, targets = next(batches("mlp"))
-    loss = loss_of(fsdp, inputs, targets)
-    with torch.no_grad():
-        fsdp(inputs)
-    loss.backward()
-    expected = [p.grad.clone() for p in fsdp.parameters()]
-    loss_of(fsdp, inputs, targets)
-    fsdp.zero_grad()
-
-    def fail(_gradient: torch.Tensor) -> None:
-        raise ValueError("in the middle")
-
-    hidden = fsdp.module[2].register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
-    with pytest.raises(ValueError, match="in the middle"):
-        loss_of(fsdp, inputs, targets).backward()
-    hidden.remove()
-    fsdp.zero_grad()
-    loss_of(fsdp, inputs, targets).backward()
-    torch.testing.assert_close([p.grad for p in fsdp.parameters()], expected)
 
 
 def compiled(rank: int) -> None:

@@ -214,6 +214,24 @@ class FlatParameter:
         slot.full.grad = None
         self._count("gradients", -gradient.nbytes)
 
+    def show_sums(self) -> None:
+        """Called when gradients were left unreduced: their pieces get one, so that it shows if it is set to None."""
+        is_apart = self._is_cast or self.is_offloaded or self.layout.strategy.shards_gradients
+        for slot in self.slots:
+            if self.has(slot) and slot.piece.grad is None:
+                shown = (self._own_gradient() if is_apart else self._buffer()[self.own])[slot.kept]
+                slot.piece.grad = (shown.zero_() if is_apart else shown).view_as(slot.piece)
+
+    def forget_dropped(self) -> None:
+        """Forgets unreduced sums whose pieces' gradients were set to None since, as an optimizer's zero_grad() does."""
+        for slot in self.slots:
+            if self.has(slot) and slot.piece.grad is None:
+                self._arrived.discard(slot.name)
+                if self._kept is not None:
+                    self._kept[slot.kept].zero_()
+        if not self._arrived:
+            self._let_go()
+
     def start_reduce(self) -> Waitable | None:
         """Starts to reduce what has arrived, zeros for what has not; None if that is done on return."""
         if not self._arrived:

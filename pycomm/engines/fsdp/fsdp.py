@@ -112,6 +112,10 @@ class FullyShardedDataParallel(nn.Module):
         module.register_state_dict_post_hook(partial(self._to_pieces))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(self._from_pieces)  # type: ignore[no-untyped-call]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises ConfigError, as copying a module in it does."""
+        return self._passes.__reduce_ex__(protocol)
+
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _check_same_model(self, may_be_meta: bool) -> None:
@@ -121,13 +125,14 @@ class FullyShardedDataParallel(nn.Module):
             try:
                 named = list(self.module.named_parameters())
                 check_same_model(named, group, "FullyShardedDataParallel", may_be_meta=may_be_meta)
+                _check_hooks(named)
             except PycommError as found:
                 error = error or found
             told = torch.tensor([error is not None], dtype=torch.int32, device=group.control_device)
             start_sum(Wire(group, is_async=False), told)
             if told.any() and error is None:
                 error = CollectiveMismatchError(
-                    "FullyShardedDataParallel: ranks of another group have a model that does not fit; they say which"
+                    "FullyShardedDataParallel: other ranks have a model that does not fit; they say which"
                 )
         if error is not None:
             raise error
@@ -192,12 +197,23 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             self._passes.is_enabled = was
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, those too that passes in ``no_sync()`` have left unreduced.
+
+        So does an optimizer's ``zero_grad()``, but for ``set_to_none=False``, which leaves the latter.
+        """
+        super().zero_grad(set_to_none)
+        for unit in self.units:
+            for flat in unit.trained:
+                flat.drop()
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients down to a 2-norm of at most ``max_norm`` over the whole model; returns the norm it was.
 
         Called by every rank; all get the same number.
         """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None and p.grad.numel()]
+        gradients = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
         home = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         total = torch.stack(norms).square().sum().view(1) if norms else torch.zeros(1, dtype=torch.float32, device=home)
@@ -319,6 +335,16 @@ def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullySh
 def _count_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     if (found := engine()) is not None:
         found.count_optimizer(optimizer)
+
+
+def _check_hooks(named: list[tuple[str, nn.Parameter]]) -> None:
+    hooked = [name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ConfigError(
+            f"FullyShardedDataParallel: expected parameters without hooks, got some with hooks of the gradient: "
+            f"{', '.join(hooked[:8])}; modules compute with other tensors once they are sharded, so the hooks would "
+            f"not run. Remove them, and change p.grad after backward(), or outputs by hooks of modules"
+        )
 
 
 def _check_choices(shards_parameters: bool, offload: Any, buffers: Any, prefetch: int) -> None:

@@ -21,8 +21,9 @@ units get an error before an optimizer steps, also if all shapes fit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -120,6 +121,7 @@ class Passes:
         self._has_agreed = False
         self._running: list[int] = []  # the units of this forward pass
         self._clock = 0  # counts starts and ends of units
+        self._had_gradients = True  # the last pass
         self._is_backward = False
         self._next = 0  # of the reversed order: the unit to reduce next
         self._reducing: list[Unit] = []
@@ -135,6 +137,13 @@ class Passes:
                     arrived = partial(self._arrived, unit, flat, slot)
                     slot.full.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """The modules' hooks hold this, so it is asked when one of them is copied or pickled."""
+        raise ConfigError(
+            "copy.deepcopy and pickle: expected a module that is not sharded; this one's ranks have it in parts, by "
+            "groups that cannot be copied. Copy it before it is sharded, or load its full_state_dict() into another one"
+        )
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, index: int, _module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -143,6 +152,7 @@ class Passes:
         is_first_time = not _is_inside_backward()  # else it is computed again for a checkpoint
         if index == 0 and is_first_time:
             self.reset()
+            self._expire_after_other_passes()
             self._running = []
             self._context = self._around()
             self._context.__enter__()
@@ -158,6 +168,13 @@ class Passes:
             return None
         return tree_map_only(torch.Tensor, self._cast, (args, kwargs))
 
+    def _expire_after_other_passes(self) -> None:
+        """Between training and evaluation values may change by ``p.data``, which no version tells: gathers afresh."""
+        if torch.is_grad_enabled() != self._had_gradients:
+            self._had_gradients = torch.is_grad_enabled()
+            for flat in (flat for unit in self.units for flat in unit.flats):
+                flat.expire()
+
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._layout.precision.param_dtype) if tensor.is_floating_point() else tensor
 
@@ -167,8 +184,8 @@ class Passes:
         unit.show(False)
         if torch.is_grad_enabled():
             hook = partial(self._before_backward, index)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if _is_inside_backward():
             return
@@ -234,6 +251,8 @@ class Passes:
         for unit in self.units:
             unit.arrived.clear()
             unit.has_begun = False
+            for flat in unit.trained:
+                flat.forget_dropped()
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _arrived(self, unit: Unit, flat: FlatParameter, slot: Slot, _parameter: torch.Tensor) -> None:
@@ -274,8 +293,13 @@ class Passes:
     def _end_of_backward(self) -> None:
         self._is_backward = False
         try:
-            if self.is_enabled:
+            if not self.is_enabled:
+                for flat in (flat for unit in self.units for flat in unit.trained):
+                    flat.show_sums()
+            elif self._finds_unused or any(unit.arrived for unit in self.units):
                 self._reduce_rest()
+            else:
+                self._agree_on_nothing()
         finally:
             for unit in self.units:
                 unit.free()
@@ -343,6 +367,17 @@ class Passes:
             f"find_unused_parameters=True; if it never does, call requires_grad_(False) on them before wrapping"
         )
 
+    def _agree_on_nothing(self) -> None:
+        """Ends a pass that was for no parameter: torch.autograd.grad with respect to an input, for example.
+
+        The calls go where reductions would: if other ranks have some to make, that is an error on all.
+        """
+        for wire in self._layout.ranks:
+            if wire is not None and (wire.stream is None or wire.compression is not None):
+                pycomm.barrier(wire.group)
+            elif wire is not None:
+                wire.stream.submit(pycomm.barrier).wait()
+
     def _used_somewhere(self) -> dict[str, bool]:
         has = [not is_missing for is_missing in self._missing.values()]
         used = torch.tensor(has, dtype=torch.uint8, device=self._layout.ranks.control_device)
@@ -359,6 +394,15 @@ class Passes:
 
 def _named(group: pycomm.Group, lacking: Sequence[str]) -> list[str]:
     return [f"rank {group.rank} of group {group.name}: {', '.join(lacking[:_NAMED])}"] if lacking else []
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in an output: those in containers that torch's pytree knows, and in dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from (tensor for field in fields(leaf) for tensor in _tensors(getattr(leaf, field.name)))
 
 
 def _is_inside_backward() -> bool:

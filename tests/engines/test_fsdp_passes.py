@@ -1,0 +1,137 @@
+"""FSDP where a program does other things than one forward and one backward pass a step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from engines.cases import batches, loss_of, make
+from engines.fsdp_cases import STRATEGIES, whole_gradient
+from harness import run_ranks
+
+
+def passes_job(rank: int) -> None:
+    for check in (several_passes, averages_swapped, no_parameter_wanted, dropped, dataclasses_come_out):
+        torch.manual_seed(3)
+        check(rank)
+
+
+def test_passes() -> None:
+    run_ranks(2, passes_job)
+
+
+def several_passes(rank: int) -> None:
+    """Evaluation between forward and backward, a loss that is never used, and an error in the middle of a pass."""
+    fsdp = pycomm.FullyShardedDataParallel(make("mlp"), wrap=nn.Linear)
+    inputs, targets = next(batches("mlp"))
+    loss = loss_of(fsdp, inputs, targets)
+    with torch.no_grad():
+        fsdp(inputs)
+    loss.backward()
+    expected = [p.grad.clone() for p in fsdp.parameters()]
+    loss_of(fsdp, inputs, targets)
+    fsdp.zero_grad()
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError("in the middle")
+
+    hidden = fsdp.module[2].register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
+    with pytest.raises(ValueError, match="in the middle"):
+        loss_of(fsdp, inputs, targets).backward()
+    hidden.remove()
+    fsdp.zero_grad()
+    loss_of(fsdp, inputs, targets).backward()
+    torch.testing.assert_close([p.grad for p in fsdp.parameters()], expected)
+
+
+def averages_swapped(rank: int) -> None:
+    """Other values by ``p.data`` for evaluation, such as averages, and then those that are trained again."""
+    inputs, targets = next(batches("mlp"))
+    for strategy in STRATEGIES:
+        fsdp = pycomm.FullyShardedDataParallel(make("mlp"), strategy=strategy)
+        losses = []
+        for factor, mode in ((1.0, torch.no_grad), (0.5, torch.enable_grad), (2.0, torch.no_grad)):
+            for p in fsdp.parameters():
+                p.data.mul_(factor)
+            with mode():
+                losses.append(loss_of(fsdp, inputs, targets).item())
+        assert losses[0] == losses[2] != losses[1], (strategy, losses)
+
+
+def no_parameter_wanted(rank: int) -> None:
+    """The gradient of an input alone leaves the parameters' as they are, also sums that wait for their reduction."""
+    inputs, targets = next(batches("mlp"))
+    alone, x = make("mlp"), inputs.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss_of(alone, x, targets), x)
+    for options in ({}, {"overlap": True}, {"strategy": "no_shard"}, {"compression": "int8+ef", "overlap": True}):
+        fsdp = pycomm.FullyShardedDataParallel(make("mlp"), wrap=nn.Linear, **options)
+        (found,) = torch.autograd.grad(loss_of(fsdp, x, targets), x)
+        torch.testing.assert_close(found, expected)
+        assert all(p.grad is None for p in fsdp.parameters())
+        for is_synced in (False, True):
+            with nullcontext() if is_synced else fsdp.no_sync():
+                fsdp(inputs).sum().backward()
+            before = [p.grad.clone() for p in fsdp.parameters()]
+            torch.autograd.grad(loss_of(fsdp, x, targets), x)
+            torch.testing.assert_close([p.grad for p in fsdp.parameters()], before, rtol=0, atol=0)
+
+
+def dropped(rank: int) -> None:
+    """What passes in no_sync() have left goes with zero_grad(), of the optimizer and of the engine."""
+    for strategy, keeps in itertools.product(STRATEGIES, (False, True)):
+        for reduce_dtype in (None, torch.float64):
+            fsdp = pycomm.FullyShardedDataParallel(make("mlp"), strategy=strategy, reduce_dtype=reduce_dtype)
+            optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+            inputs, targets = next(batches("mlp"))
+            loss_of(fsdp, inputs, targets).backward()
+            expected = [p.grad.clone() for p in fsdp.parameters()]
+            for is_fresh, drop in itertools.product((False, True), (optimizer.zero_grad, fsdp.zero_grad)):
+                if is_fresh:
+                    optimizer.zero_grad()
+                with fsdp.no_sync():
+                    loss_of(fsdp, inputs * 9, targets).backward()
+                    loss_of(fsdp, inputs * 7, targets).backward()
+                drop(set_to_none=not keeps or drop == optimizer.zero_grad)
+                loss_of(fsdp, inputs, targets).backward()
+                torch.testing.assert_close([p.grad for p in fsdp.parameters()], expected)
+
+
+@dataclass
+class Hidden:
+    tensors: list[torch.Tensor]
+
+
+class Blocks(nn.Module):
+    """Units that return a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tensors[0]).tensors[0]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden([self.down(self.up(x).tanh())])
+
+
+def dataclasses_come_out(rank: int) -> None:
+    alone, x = Blocks(), torch.ones(2, 4)
+    pycomm.broadcast_parameters(alone)
+    fsdp = pycomm.FullyShardedDataParallel(copy.deepcopy(alone), wrap=Block)
+    fsdp(x).square().sum().backward()
+    alone(x).square().sum().backward()
+    torch.testing.assert_close(whole_gradient(fsdp), torch.cat([p.grad.reshape(-1) for p in alone.parameters()]))
