@@ -111,7 +111,7 @@ class _Forward:
         if not (is_trained and torch.is_grad_enabled()):
             return functional.linear(inputs, weight, bias)
         # The output has to require a gradient also where the input does not.
-        mark = torch.empty(0, requires_grad=True)
+        mark = torch.empty(0, dtype=weight.dtype, device=weight.device, requires_grad=True)
         result: torch.Tensor = _Linear.apply(inputs, mark, self._layer, self._deferred)  # type: ignore[no-untyped-call]
         return result
 

@@ -31,9 +31,10 @@ def clip_grad_norm_(
     found, given = pycomm.get_group(group), list(parameters)
     _check(given, norm_type, found)
     trained = [each for each in given if each.grad is not None]
-    cut = _norm([each for each in trained if cut_of(each) is not None], norm_type)
-    whole = _norm([each for each in trained if cut_of(each) is None], norm_type)
-    mine = torch.stack([cut, whole.to(cut.device)])
+    device = given[0].device
+    cut = _norm([each for each in trained if cut_of(each) is not None], norm_type, device)
+    whole = _norm([each for each in trained if cut_of(each) is None], norm_type, device)
+    mine = torch.stack([cut, whole])
     told = mine.new_empty(2 * found.world_size)
     pycomm.all_gather_single(told, mine, found)
     cuts, wholes = told.view(-1, 2).T
@@ -43,16 +44,16 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the norm of all their gradients, ``()``, in float32 at least."""
+def _norm(parameters: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Returns the norm of all their gradients, ``()``, in float32 at least, on ``device``."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     norms = [
         torch.linalg.vector_norm(each, norm_type, dtype=torch.promote_types(each.dtype, torch.float32))
         for each in gradients
     ]
     if not norms:
-        return torch.zeros(())
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(device) for each in norms]), norm_type)
     return norm
 
 
