@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
@@ -46,6 +47,11 @@ class Part(NamedTuple):
     def numel(self) -> int:
         """The number of its elements."""
         return prod(self.shape)
+
+    @property
+    def model_name(self) -> str | None:
+        """Its name in its model: the second engine of a group puts ``2:`` in front (``reducer/keys.py``)."""
+        return None if self.name is None else re.sub(r"^\d+:", "", self.name)
 
 
 class Context(NamedTuple):

@@ -43,7 +43,8 @@ class DistributedDataParallel(nn.Module):
     - ``buffers``: what forward does with BatchNorm's statistics and the like: "broadcast" rank 0's, "average" them, or
       None: each rank keeps its own.
     - ``compression``: as of ``pycomm.all_reduce``: "bf16", "int4+ef", "auto", ... Gradients stay in their own dtype.
-    - ``find_unused_parameters``: parameters may lack a gradient; one that lacks it on all ranks keeps its ``.grad``.
+    - ``find_unused_parameters``: parameters may lack a gradient; without one on all ranks a ``.grad`` of None stays
+      None, unless a compressor sends what it kept back earlier.
     - ``static_graph``: every step is like the first; allows reentrant checkpointing, saves a question a step.
     - ``overlap``: reduce on the group's thread while backward goes on; None: where the wire leaves the host. Inside a
       host reducing is the work of the same cores and memory: it is done at the end of backward, all at once.

@@ -30,6 +30,7 @@ import pycomm
 
 from ..errors import ConfigError
 from .bucket import Bucket
+from .keys import key_of
 from .layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, assign_buckets
 from .planner import IN_LINE_BYTES, BackwardProfile, BucketPlan, measure_link, plan_buckets
 from .reduce import Named, Waitable, Wire, start_mean
@@ -45,7 +46,7 @@ class Reducer:
     """Averages the gradients of ``named`` parameters over ``wire.group``, while backward passes run.
 
     ``bucket_bytes`` None chooses the size by measurement (``planner.py``). ``finds_unused`` allows parameters to lack a
-    gradient; one that lacks it on all ranks keeps the ``.grad`` that it had. ``is_static`` says that each pass is like
+    gradient; for one that lacks it on all ranks see ``_hand_out_to_used``. ``is_static`` says that each pass is like
     the first: then a parameter's gradient may arrive several times (reentrant checkpointing), and the question at the
     end of a pass is asked once. Only each ``passes_per_reduction``-th pass sends what they added up. ``before`` and
     ``after`` are hooks that are called with each bucket.
@@ -69,6 +70,7 @@ class Reducer:
             )
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        self._keys = self.names if wire.compression is None else [key_of(wire.group, *each) for each in named]
         self.bucket_bytes = bucket_bytes or (DEFAULT_BUCKET_BYTES if wire.is_async else IN_LINE_BYTES)
         self.bucket_plan: BucketPlan | None = None  # once "auto" has measured
         self.is_enabled = True  # False: gradients only accumulate
@@ -192,7 +194,9 @@ class Reducer:
             self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        work = start_mean(self.wire, bucket.flat, [Named(entry.name, entry.view) for entry in bucket.entries])
+        work = start_mean(
+            self.wire, bucket.flat, [Named(self._keys[entry.number], entry.view) for entry in bucket.entries]
+        )
         if work is not None:
             self._works.append(work)
 
@@ -237,14 +241,19 @@ class Reducer:
     # -- parameters without a gradient ---------------------------------------------------------------------------------
 
     def _hand_out_to_used(self, is_joined: bool) -> None:
-        """Gives parameters that have a gradient on some rank the mean; others keep what they had."""
+        """Gives parameters that have a gradient on some rank the mean; others keep what they had.
+
+        Unless something came for these too: of what a compressor kept back in earlier passes, which is sent once.
+        """
         is_used = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.wire.group.control_device)
         if not is_joined:
             is_used.copy_(torch.frombuffer(self._has_gradient, dtype=torch.uint8))
         pycomm.all_reduce(is_used, pycomm.ReduceOp.MAX, self.wire.group)
         for bucket in self.buckets:
             for entry in bucket.entries:
-                if entry.parameter.grad is None and is_used[entry.number]:
+                if entry.parameter.grad is not None:
+                    continue
+                if is_used[entry.number] or (self.wire.compression is not None and entry.view.any()):
                     entry.parameter.grad = entry.view
 
     def _check_all_arrived(self, is_joined: bool) -> None:

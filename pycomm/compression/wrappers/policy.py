@@ -55,7 +55,7 @@ class Policy(Wrapper):
 
     def _choose(self, part: Part) -> Compressor:
         for pattern, compressor in self.rules.items():
-            if part.name is not None and fnmatch.fnmatchcase(part.name, pattern):
+            if part.model_name is not None and fnmatch.fnmatchcase(part.model_name, pattern):
                 return compressor
         is_small = part.numel < self.min_numel or len(part.shape) < self.min_dim
         return _NONE if is_small else self.inner
