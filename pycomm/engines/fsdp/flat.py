@@ -266,6 +266,11 @@ class FlatParameter:
             self._result.add_(self._kept)
         self._let_go()
 
+    def came_for(self, slot: Slot) -> bool:
+        """Whether the reduction left anything for this rank's part of a parameter: a gradient, or what was owed."""
+        assert self._result is not None, "a reduction was finished"
+        return bool(self._result[slot.kept].any())
+
     def hand_out(self, is_used: Sequence[bool] | None = None) -> None:
         """Gives the pieces their gradients; not those outside ``is_used`` that had none."""
         assert self._result is not None, "a reduction was finished"

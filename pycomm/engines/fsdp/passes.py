@@ -379,7 +379,9 @@ class Passes:
                 wire.stream.submit(pycomm.barrier).wait()
 
     def _used_somewhere(self) -> dict[str, bool]:
-        has = [not is_missing for is_missing in self._missing.values()]
+        """Says which parameters get their gradients: also those to which a compressor owed some from earlier passes."""
+        came = {slot.name for unit in self.units for flat in unit.trained for slot in flat.slots if flat.came_for(slot)}
+        has = [not self._missing[name] or name in came for name in self._missing]
         used = torch.tensor(has, dtype=torch.uint8, device=self._layout.ranks.control_device)
         for group in self._layout.ranks.groups:
             pycomm.all_reduce(used, pycomm.ReduceOp.MAX, group)
