@@ -156,16 +156,17 @@ class DistributedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients down to a 2-norm of at most ``max_norm`` over all parameters; returns the norm it was.
 
-        It is computed on the buckets, and alike on all ranks: their gradients are equal after ``backward()``.
+        Alike on all ranks after ``backward()``, whose results are equal; inside ``no_sync`` it is this rank's own. A
+        parameter whose ``.grad`` is None has no part in it.
         """
-        flats = [bucket.flat for bucket in self.reducer.buckets]
-        norm: torch.Tensor = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(f, dtype=torch.float32) for f in flats])
-        )
+        gradients = [each for bucket in self.reducer.buckets for each in bucket.gradients()]
+        if not gradients:
+            return torch.zeros(())
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([_norm(each) for each in gradients]))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if factor < 1.0:
-            for flat in flats:
-                flat.mul_(factor)
+            for gradient in gradients:
+                gradient.mul_(factor)
         return norm
 
     def register_bucket_hook(self, *, before: BucketHook | None = None, after: BucketHook | None = None) -> None:
@@ -188,3 +189,9 @@ class DistributedDataParallel(nn.Module):
             f"forward: the module's parameters are not those that DistributedDataParallel was made with: {change}. "
             f"Wrap the module again after changing it"
         )
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns its 2-norm, of half precision in float32."""
+    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))

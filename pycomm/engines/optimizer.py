@@ -20,7 +20,7 @@ import pycomm
 
 from ..errors import ConfigError
 from ..reducer.layout import bucket_bytes_of
-from ..reducer.reduce import Wire
+from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import Reducer
 from ._agreement import check_same_model
 from ._buffers import broadcast_tensors
@@ -42,6 +42,7 @@ class _Distributed(torch.optim.Optimizer):
                 "call backward() and then step()"
             )
         reducer = self._pycomm_reducer
+        _check_all_averaged(self, reducer)
         if not self._pycomm_is_skipped and not reducer.is_reduced:
             reducer.reduce_now()
         reducer.is_reduced = False
@@ -77,7 +78,8 @@ def DistributedOptimizer(
     The object stays the same and an instance of its class, so schedulers and checkpoints see no difference. With
     ``backward_passes_per_step`` > 1 the gradients of so many passes add up before they are averaged. A parameter that
     has no gradient on some ranks counts as zeros there. Called by every rank; raises CollectiveMismatchError if their
-    parameters differ, ConfigError if the optimizer has parameters without a name.
+    parameters differ, ConfigError if the optimizer has parameters without a name. To be called again once parameters
+    were added to the optimizer, or unfrozen: ``step()`` raises ConfigError for those that nobody averages.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     known = {id(parameter) for _, parameter in named}
@@ -99,11 +101,28 @@ def DistributedOptimizer(
         finds_unused=True,
         passes_per_reduction=backward_passes_per_step,
     )
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {})
+    if isinstance(optimizer, _Distributed):
+        optimizer._pycomm_reducer.close()
+    else:
+        kind = type(optimizer)
+        optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {})
     assert isinstance(optimizer, _Distributed)
     optimizer._pycomm_reducer, optimizer._pycomm_is_skipped = reducer, False
     return optimizer
+
+
+def _check_all_averaged(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+    """Raises ConfigError if the optimizer would step with gradients of this rank alone."""
+    averaged = {id(parameter) for parameter in reducer.parameters}
+    alone = [p for each in optimizer.param_groups for p in each["params"] if p.requires_grad and id(p) not in averaged]
+    if not alone:
+        return
+    refuse(reducer.wire)
+    raise ConfigError(
+        f"DistributedOptimizer: {len(alone)} parameters, of shapes {[tuple(p.shape) for p in alone[:8]]}, were added or "
+        f"unfrozen since it was made, so that their gradients are not averaged; expected the {len(averaged)} that "
+        f"required a gradient then. Call DistributedOptimizer(optimizer, model.named_parameters()) again"
+    )
 
 
 def broadcast_parameters(

@@ -63,6 +63,13 @@ class Bucket:
         for entry, _ in fresh:
             entry.parameter.grad = entry.view
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients that there are: ``flat`` where all are views of it, else each by itself."""
+        gradients = [entry.parameter.grad for entry in self.entries]
+        if all(gradient is entry.view for gradient, entry in zip(gradients, self.entries)):
+            return [self.flat]
+        return [gradient for gradient in gradients if gradient is not None]
+
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: pycomm.Group) -> torch.Tensor:
     """Returns an uninitialized buffer ``(numel,)``, in memory that the ranks share if they have some."""
