@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import pycomm
 
 from ..errors import ConfigError
+from ..reducer.graph import Edges, accumulates
 from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
 from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
@@ -98,11 +100,13 @@ class DistributedDataParallel(nn.Module):
     def _watch(self, output: Any) -> None:
         """The backward pass begins at the output: inside reentrant checkpoints there are others, with other ends."""
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                # Not the node itself, which would then hold itself. A parameter that is returned tells of itself.
+                tensor.register_hook(partial(self._begins, tensor.grad_fn.next_functions))  # type: ignore[no-untyped-call]
 
-    def _begins(self, _gradient: torch.Tensor) -> None:
-        self.reducer.begin_backward()
+    def _begins(self, edges: Edges, _gradient: torch.Tensor) -> None:
+        if self.reducer.awaits_backward and accumulates(edges):
+            self.reducer.begin_backward()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self) -> None:
@@ -194,4 +198,5 @@ class DistributedDataParallel(nn.Module):
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
     """Returns its 2-norm, of half precision in float32."""
     real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    return torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
+    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
+    return norm

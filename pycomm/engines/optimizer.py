@@ -119,8 +119,8 @@ def _check_all_averaged(optimizer: torch.optim.Optimizer, reducer: Reducer) -> N
         return
     refuse(reducer.wire)
     raise ConfigError(
-        f"DistributedOptimizer: {len(alone)} parameters, of shapes {[tuple(p.shape) for p in alone[:8]]}, were added or "
-        f"unfrozen since it was made, so that their gradients are not averaged; expected the {len(averaged)} that "
+        f"DistributedOptimizer: {len(alone)} parameters, of shapes {[tuple(p.shape) for p in alone[:8]]}, were added "
+        f"or unfrozen since it was made, so that their gradients are not averaged; expected the {len(averaged)} that "
         f"required a gradient then. Call DistributedOptimizer(optimizer, model.named_parameters()) again"
     )
 

@@ -147,9 +147,14 @@ class Reducer:
         self._begin()
         self._finish(is_joined)
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the next backward pass is one to reduce, and has not begun."""
+        return self.is_enabled and not self._is_under_way
+
     def begin_backward(self) -> None:
         """Called inside ``backward()``, whose end is then that of the pass; without effect once a pass has begun."""
-        if self.is_enabled and not self._is_under_way:
+        if self.awaits_backward:
             self._begin()
             Variable._execution_engine.queue_callback(self._end_of_backward)
 

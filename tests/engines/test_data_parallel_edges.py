@@ -21,6 +21,8 @@ def edges_job(rank: int) -> None:
     for check in (
         optimizer_with_more_parameters,
         clips_the_gradients_that_there_are,
+        gradients_of_inputs,
+        outputs_that_are_parameters,
     ):
         torch.manual_seed(3 + rank)
         check(rank)
@@ -86,6 +88,58 @@ def check_clipping(ddp: nn.Module) -> None:
 def norm_of(module: nn.Module) -> torch.Tensor:
     gradients = [p.grad.to(torch.complex128).flatten() for p in module.parameters() if p.grad is not None]
     return torch.cat(gradients).abs().square().sum().sqrt()
+
+
+def gradients_of_inputs(rank: int) -> None:
+    """autograd.grad through an output is no backward pass, whatever it is for; a penalty on it is part of the next."""
+    for options in ({}, {"overlap": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        model, alone = mlp(), mlp()
+        ddp = pycomm.DistributedDataParallel(model, **options)
+        everyone = torch.arange(12.0).view(4, 3).sin()
+        for _ in range(2):
+            ddp.zero_grad(), alone.zero_grad()
+            share = everyone.chunk(2)[rank].clone().requires_grad_()
+            penalized(ddp, share).backward()
+            (sum(penalized(alone, rows.clone().requires_grad_()) for rows in everyone.chunk(2)) / 2).backward()
+            for parameter, expected in zip(model.parameters(), alone.parameters()):
+                torch.testing.assert_close(parameter.grad, expected.grad)
+        kept = [parameter.grad.clone() for parameter in model.parameters()]
+        torch.autograd.grad(ddp(share).sum(), [share, model[0].weight])
+        torch.autograd.grad(ddp(share).sum(), model[0].bias)
+        assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), kept))
+    strict = pycomm.DistributedDataParallel(mlp())
+    with pytest.raises(pycomm.ConfigError, match="got no gradient"):
+        (strict(share).detach().requires_grad_() + strict(share)).sum().backward(inputs=[strict.module[0].weight])
+
+
+def penalized(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    output = model(inputs)
+    (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    return output.square().mean() + slope.square().mean()
+
+
+class Scaled(nn.Module):
+    """Returns its scale beside its result; ``is_alone``: only the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, is_alone: bool = False) -> tuple[torch.Tensor, ...]:
+        return (self.scale,) if is_alone else (self.linear(x), self.scale)
+
+
+def outputs_that_are_parameters(rank: int) -> None:
+    ddp = pycomm.DistributedDataParallel(Scaled(), find_unused_parameters=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        y, scale = ddp(torch.ones(1, 3))
+        (y.sum().detach() + scale * (1 + rank)).backward()
+        assert ddp.module.scale.grad.item() == 1.5
+    (scale,) = ddp(torch.ones(1, 3), is_alone=True)
+    (scale * (1 + rank)).backward()
+    assert ddp.module.scale.grad.item() == 3.0
+    assert not ddp.module.scale._backward_hooks
 
 
 def same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> bool:
