@@ -24,7 +24,10 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Roster:
-    """The parameters that a model has, by name, and whether each is trained. ``named`` gives those that it has now."""
+    """The parameters that a model has, by name, with dtype and device, and whether each is trained.
+
+    ``named`` gives those that it has now.
+    """
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
         self._named = named
@@ -38,15 +41,15 @@ class Roster:
         now = self._now()
         if now == self._known:
             return ""
-        names = {name for name, _ in {*now.values()} ^ {*self._known.values()}}
+        names = {name for name, *_ in {*now.values()} ^ {*self._known.values()}}
         names |= {now[key][0] for key in now.keys() - self._known.keys()}  # replaced under the same name
         return (
-            f"expected {len(self._known)}, got {len(now)}; new, replaced, gone, or with another requires_grad: "
-            f"{', '.join(sorted(names)[:_NAMED])}"
+            f"expected {len(self._known)}, got {len(now)}; new, replaced, gone, or with another requires_grad, "
+            f"dtype or device: {', '.join(sorted(names)[:_NAMED])}"
         )
 
-    def _now(self) -> dict[int, tuple[str, bool]]:
-        return {id(parameter): (name, parameter.requires_grad) for name, parameter in self._named()}
+    def _now(self) -> dict[int, tuple[str, bool, torch.dtype, torch.device]]:
+        return {id(p): (name, p.requires_grad, p.dtype, p.device) for name, p in self._named()}
 
 
 def check_same_model(

@@ -8,7 +8,24 @@ import torch
 
 import pycomm
 
-__all__ = ["average_tensors", "broadcast_tensors", "make_equal"]
+from ..errors import ConfigError
+
+__all__ = ["average_tensors", "broadcast_tensors", "check_writable", "make_equal"]
+
+
+def check_writable(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigError for tensors that cannot be received into: sparse ones, and those expanded from fewer."""
+    for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"buffer {name!r}: expected a dense tensor, got {tensor.layout}: it is made equal on all ranks; keep "
+                f"what it is made from as a buffer, or keep it as a plain attribute"
+            )
+        if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape)):
+            raise ConfigError(
+                f"buffer {name!r}: expected a tensor whose elements have a place each, got one that was expanded to "
+                f"{tuple(tensor.shape)}: it is made equal on all ranks; register its .clone()"
+            )
 
 
 def make_equal(buffers: Iterable[torch.Tensor], mode: str | None, group: pycomm.Group, group_src: int = 0) -> None:
@@ -28,12 +45,13 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: pycomm.Group, grou
 
 
 def average_tensors(tensors: Iterable[torch.Tensor], group: pycomm.Group) -> None:
-    """Replaces floating-point tensors by their mean over the ranks; the others by rank 0's."""
+    """Replaces floating-point and complex tensors by their mean over the ranks; the others by rank 0's."""
     tensors = list(tensors)
-    broadcast_tensors([each for each in tensors if not each.is_floating_point()], group)
-    for alike in _alike(each for each in tensors if each.is_floating_point()):
+    has_mean = [each.is_floating_point() or each.is_complex() for each in tensors]
+    broadcast_tensors([each for each, has in zip(tensors, has_mean) if not has], group)
+    for alike in _alike(each for each, has in zip(tensors, has_mean) if has):
         flat = _joined(alike)
-        pycomm.all_reduce(flat, pycomm.ReduceOp.AVG, group)
+        pycomm.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, pycomm.ReduceOp.AVG, group)
         _copy_back(alike, flat)
 
 

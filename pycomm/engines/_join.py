@@ -1,7 +1,8 @@
 """Ranks with different numbers of steps: one that has ended goes through the others' collectives with zeros.
 
-Before each forward pass the ranks tell each other what they do (one byte each): nothing any more, a step, or a step
-inside ``no_sync``, in which no gradient moves. So a rank that has ended knows which calls the others are about to make.
+Before each forward pass, and before gradients are reduced, the ranks tell each other what they do (one byte each):
+nothing any more, a forward pass, one inside ``no_sync``, for which nothing moves, or a reduction. So a rank that has
+ended knows which calls the others are about to make, however many forward passes a step has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Join"]
 
-_ENDED, _STEP, _NO_SYNC = 0, 1, 2
+_ENDED, _NO_SYNC, _FORWARD, _REDUCTION = range(4)
 
 
 class Join:
@@ -27,19 +28,24 @@ class Join:
         self._ddp = ddp
         self._source = 0  # the first rank that still has data
 
-    def announce(self, is_syncing: bool) -> int:
-        """Says that this rank is about to make a step. Returns the first rank that still has data."""
-        self._tell(_STEP if is_syncing else _NO_SYNC)
+    def announce_forward(self, is_syncing: bool) -> int:
+        """Says that this rank is about to make a forward pass. Returns the first rank that still has data."""
+        self._tell(_FORWARD if is_syncing else _NO_SYNC)
         return self._source
+
+    def announce_reduction(self) -> None:
+        """Says that this rank is about to reduce its gradients."""
+        self._tell(_REDUCTION)
 
     def follow_the_others(self) -> None:
         """Takes part in the others' steps until all have ended; then all take the parameters of the last."""
         ddp = self._ddp
         while (others := self._tell(_ENDED)) != _ENDED:
-            if others == _STEP:
+            if others == _FORWARD:
+                ddp.prepare_step(self._source)
+            elif others == _REDUCTION:
                 for parameter in ddp.module.parameters():
                     parameter.grad = None
-                ddp.prepare_step(self._source)
                 ddp.reducer.reduce_now(is_joined=True)
         ddp.reducer.scale = 1.0
         ddp.sync_parameters(self._source)

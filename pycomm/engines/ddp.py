@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
 from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
 from ._agreement import Roster, check_same_model, trained_parameters
-from ._buffers import broadcast_tensors, make_equal
+from ._buffers import broadcast_tensors, check_writable, make_equal
 from ._join import Join
 from ._names import keep_names
 
@@ -72,6 +72,7 @@ class DistributedDataParallel(nn.Module):
         self.group = pycomm.get_group(group)
         self.buffers_mode = buffers
         check_same_model(list(module.named_parameters()), self.group, "DistributedDataParallel")
+        check_writable(module.named_buffers())
         self.reducer = Reducer(
             trained_parameters(module),
             Wire.of(self.group, compression, overlap),
@@ -113,7 +114,7 @@ class DistributedDataParallel(nn.Module):
         self._check_unchanged()
         source = 0
         if self._join is not None:
-            source = self._join.announce(self.reducer.is_enabled)
+            source = self._join.announce_forward(self.reducer.is_enabled)
         if self.reducer.is_enabled:
             self.prepare_step(source)
 
@@ -142,11 +143,12 @@ class DistributedDataParallel(nn.Module):
         the ranks that still have data. At the end all have the parameters of the rank that trained longest.
         """
         self._join = Join(self)
+        self.reducer.announce = self._join.announce_reduction
         try:
             yield
             self._join.follow_the_others()
         finally:
-            self._join = None
+            self._join = self.reducer.announce = None
 
     def sync_gradients(self) -> None:
         """Averages the gradients as they are now. Called by every rank; for loops that stay inside ``no_sync``."""
@@ -183,6 +185,12 @@ class DistributedDataParallel(nn.Module):
             self.reducer.before.append(before)
         if after is not None:
             self.reducer.after.append(after)
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise ConfigError(
+            "a DistributedDataParallel cannot be copied or pickled: it has a group, which is this process's place "
+            "among the ranks; copy its .module, for an average of the parameters for example, or save its state_dict()"
+        )
 
     def _check_unchanged(self) -> None:
         change = self._roster.change()

@@ -16,6 +16,7 @@ import torch
 
 import pycomm
 
+from ..errors import ConfigError
 from ..ops.pack import pack_
 
 __all__ = ["Bucket", "Entry", "allocate"]
@@ -41,19 +42,25 @@ class Bucket:
         parameters = [parameter for _, _, parameter in named]
         numels = [parameter.numel() for parameter in parameters]
         self.flat = allocate(sum(numels), parameters[0].dtype, parameters[0].device, group)
-        views = [part.view(p.shape) for part, p in zip(torch.split(self.flat, numels), parameters)]
-        self.entries = [Entry(*each, view) for each, view in zip(named, views)]
+        self._parts = [part.view(p.shape) for part, p in zip(torch.split(self.flat, numels), parameters)]
+        self._addresses = [part.data_ptr() for part in self._parts]
+        self.entries = [Entry(*each, part.detach()) for each, part in zip(named, self._parts)]
         self.pending = len(self.entries)
         self._is_packed = self.flat.is_cpu and self.flat.dtype in _PACKED
 
     def gather(self) -> None:
-        """Brings every gradient into ``flat`` and makes it a view of it; a parameter without one counts as zeros."""
+        """Brings every gradient into ``flat`` and makes it a view of it; a parameter without one counts as zeros.
+
+        Raises ConfigError, naming the parameter, for a gradient that cannot be brought there.
+        """
+        self._bring_back_views()
         fresh = []
         for entry in self.entries:
             gradient = entry.parameter.grad
             if gradient is None:
                 entry.view.zero_()
             elif gradient is not entry.view:
+                self._check(entry.name, gradient)
                 fresh.append((entry, gradient))
         if len(fresh) == len(self.entries) and self._is_packed and not any(each.is_neg() for _, each in fresh):
             pack_(self.flat, [gradient for _, gradient in fresh])
@@ -62,6 +69,28 @@ class Bucket:
                 entry.view.copy_(gradient)
         for entry, _ in fresh:
             entry.parameter.grad = entry.view
+
+    def _bring_back_views(self) -> None:
+        """``module.to()`` gives gradients other memory, there and back again, and their objects stay."""
+        for entry, part, address in zip(self.entries, self._parts, self._addresses):
+            if entry.view.data_ptr() != address:
+                part.copy_(entry.view)
+                entry.view.data = part
+
+    def _check(self, name: str, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            found, advice = f"is {gradient.layout}", "make the layer dense, such as Embedding(sparse=False)"
+        elif gradient.requires_grad:
+            found = "has a graph of its own, by backward(create_graph=True)"
+            advice = "differentiate twice with torch.autograd.grad(..., create_graph=True), and call backward() once"
+        elif (gradient.dtype, gradient.device) != (self.flat.dtype, self.flat.device):
+            found, advice = f"is {gradient.dtype} on {gradient.device}", "cast and move a module before it is wrapped"
+        else:
+            return
+        raise ConfigError(
+            f"backward: the gradient of parameter {name!r} {found}, expected a dense one of {self.flat.dtype} on "
+            f"{self.flat.device} with no graph: gradients are reduced in one buffer; {advice}"
+        )
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that there are: ``flat`` where all are views of it, else each by itself."""

@@ -33,7 +33,7 @@ from .bucket import Bucket
 from .keys import key_of
 from .layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, assign_buckets
 from .planner import IN_LINE_BYTES, BackwardProfile, BucketPlan, measure_link, plan_buckets
-from .reduce import Named, Waitable, Wire, start_mean
+from .reduce import Named, Waitable, Wire, refuse, start_mean
 
 __all__ = ["BucketHook", "Reducer"]
 
@@ -80,6 +80,7 @@ class Reducer:
         self.after: list[BucketHook] = []
         self.is_reduced = False  # the gradients are the mean; whoever uses them up sets it back
         self.scale = 1.0  # of the mean; join() makes it the mean over the ranks that have data
+        self.announce: Callable[[], None] | None = None  # join()'s: called before a pass of a rank that has data
         self.finished_passes = 0
         self._first_bucket_bytes = first_bucket_bytes
         self._is_auto = bucket_bytes is None and wire.is_async
@@ -135,7 +136,7 @@ class Reducer:
         ]
         self._bucket_of = {entry.number: bucket for bucket in self.buckets for entry in bucket.entries}
         for bucket in self.buckets:
-            bucket.gather()
+            self._gather(bucket)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class Reducer:
 
         ``is_joined``: this rank has nothing to give and takes part for the others' sake.
         """
-        self._begin()
+        self._begin(is_joined)
         self._finish(is_joined)
 
     @property
@@ -182,7 +183,9 @@ class Reducer:
     def _is_accumulating(self) -> bool:
         return self._passes + 1 < self._passes_per_reduction
 
-    def _begin(self) -> None:
+    def _begin(self, is_joined: bool = False) -> None:
+        if self.announce is not None and not is_joined:
+            self.announce()
         self._is_under_way = True
         self.is_reduced = False
         self._next = 0
@@ -192,11 +195,18 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         self._next += 1
-        bucket.gather()
+        self._gather(bucket)
         for hook in self.before:
             hook(bucket)
         if self.wire.is_async:
             self._send(bucket)
+
+    def _gather(self, bucket: Bucket) -> None:
+        try:
+            bucket.gather()
+        except ConfigError:
+            refuse(self.wire)  # the others may have no such gradient, and wait
+            raise
 
     def _send(self, bucket: Bucket) -> None:
         work = start_mean(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterable
 
 import pytest
@@ -23,6 +25,11 @@ def edges_job(rank: int) -> None:
         clips_the_gradients_that_there_are,
         gradients_of_inputs,
         outputs_that_are_parameters,
+        gradients_that_do_not_fit,
+        cast_after_wrapping,
+        cannot_be_copied,
+        buffers_of_all_kinds,
+        several_forward_passes_a_step,
     ):
         torch.manual_seed(3 + rank)
         check(rank)
@@ -140,6 +147,95 @@ def outputs_that_are_parameters(rank: int) -> None:
     (scale * (1 + rank)).backward()
     assert ddp.module.scale.grad.item() == 3.0
     assert not ddp.module.scale._backward_hooks
+
+
+def gradients_that_do_not_fit(rank: int) -> None:
+    sparse = pycomm.DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    with pytest.raises(pycomm.ConfigError, match=r"'0.weight' is torch.sparse_coo.*Embedding\(sparse=False\)"):
+        sparse(torch.tensor([rank])).sum().backward()
+    for overlap in (False, True):
+        ddp = pycomm.DistributedDataParallel(mlp(), overlap=overlap)
+        with pytest.raises(pycomm.ConfigError, match=r"'2\.\w+' has a graph of its own.*autograd.grad"):
+            ddp(torch.ones(1, 3)).sum().backward(create_graph=True)
+        ddp.zero_grad()
+        with pytest.raises(pycomm.ConfigError if rank == 0 else pycomm.CollectiveMismatchError):
+            ddp(torch.ones(1, 3)).sum().backward(create_graph=rank == 0)
+        ddp.zero_grad()
+        ddp(torch.full((1, 3), 1.0 + rank)).sum().backward()
+        assert same_on_all_ranks(p.grad for p in ddp.parameters())
+    model = mlp()
+    optimizer = pycomm.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
+    model.bfloat16()
+    with pytest.raises(pycomm.ConfigError, match=r"is torch.bfloat16 on cpu.*cast and move a module before"):
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+
+def cast_after_wrapping(rank: int) -> None:
+    """What a module's gradients lie in is exchanged by a cast; there and back, all is as it was."""
+    ddp = pycomm.DistributedDataParallel(mlp())
+    for is_kept in (True, False):
+        inputs = torch.full((1, 3), 1.0 + rank)
+        ddp(inputs).sum().backward()
+        ddp.bfloat16()
+        with pytest.raises(pycomm.ConfigError, match=r"dtype or device: 0.bias, 0.weight"):
+            ddp(inputs.bfloat16())
+        ddp.float()
+        if not is_kept:
+            ddp.zero_grad()
+        ddp(inputs).sum().backward()
+        assert ddp.module[2].bias.grad.tolist() == [2.0 if is_kept else 1.0] * 2
+        assert same_on_all_ranks(p.grad for p in ddp.parameters())
+        ddp.zero_grad()
+
+
+def cannot_be_copied(rank: int) -> None:
+    ddp = pycomm.DistributedDataParallel(mlp())
+    for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(pycomm.ConfigError, match=r"cannot be copied or pickled.*\.module"):
+            attempt(ddp)
+    with pytest.raises(pycomm.ConfigError, match="a group cannot be copied or pickled"):
+        copy.deepcopy(pycomm.get_group(None).transport)
+    assert torch.equal(copy.deepcopy(ddp.module)[0].weight, ddp.module[0].weight)
+
+
+class Buffered(nn.Module):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("kept", buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def buffers_of_all_kinds(rank: int) -> None:
+    for dtype, unit, averaged in ((torch.complex64, 1 + 1j, 1.5 + 1.5j), (torch.int32, 1, 1)):
+        ddp = pycomm.DistributedDataParallel(Buffered(torch.zeros(2, dtype=dtype)), buffers="average")
+        ddp.module.kept.fill_((1 + rank) * unit)
+        ddp(torch.ones(1, 2))
+        assert ddp.module.kept.tolist() == [averaged] * 2
+    for buffer, words in ((torch.ones(1).expand(4), r"expanded to \(4,\)"), (torch.eye(2).to_sparse(), "sparse_coo")):
+        with pytest.raises(pycomm.ConfigError, match=rf"buffer 'kept'.*{words}"):
+            pycomm.DistributedDataParallel(Buffered(buffer))
+
+
+def several_forward_passes_a_step(rank: int) -> None:
+    """As of uneven inputs, with a forward pass that nothing comes of, one that is not synced, and two for a step."""
+    for overlap in (False, True):
+        ddp = pycomm.DistributedDataParallel(nn.Linear(2, 1, bias=False), overlap=overlap)
+        nn.init.zeros_(ddp.module.weight)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        inputs = torch.full((1, 2), 1.0 + rank)
+        with ddp.join():
+            for _ in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                ddp(inputs)
+                with ddp.no_sync():
+                    ddp(inputs).sum().backward()
+                (ddp(inputs) + ddp(inputs)).sum().backward()
+                optimizer.step()
+        assert torch.equal(ddp.module.weight, torch.full((1, 2), -3 * (2 * 1.5 + 2 * 2.0)))
 
 
 def same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> bool:
