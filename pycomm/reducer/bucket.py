@@ -46,6 +46,7 @@ class Bucket:
         self._addresses = [part.data_ptr() for part in self._parts]
         self.entries = [Entry(*each, part.detach()) for each, part in zip(named, self._parts)]
         self.pending = len(self.entries)
+        self._kind = _kind(self.flat)  # that of gradients which can lie in it
         self._is_packed = self.flat.is_cpu and self.flat.dtype in _PACKED
 
     def gather(self) -> None:
@@ -60,7 +61,8 @@ class Bucket:
             if gradient is None:
                 entry.view.zero_()
             elif gradient is not entry.view:
-                self._check(entry.name, gradient)
+                if _kind(gradient) != self._kind:
+                    raise self._misfit(entry.name, gradient)
                 fresh.append((entry, gradient))
         if len(fresh) == len(self.entries) and self._is_packed and not any(each.is_neg() for _, each in fresh):
             pack_(self.flat, [gradient for _, gradient in fresh])
@@ -77,17 +79,15 @@ class Bucket:
                 part.copy_(entry.view)
                 entry.view.data = part
 
-    def _check(self, name: str, gradient: torch.Tensor) -> None:
+    def _misfit(self, name: str, gradient: torch.Tensor) -> ConfigError:
         if gradient.layout is not torch.strided:
             found, advice = f"is {gradient.layout}", "make the layer dense, such as Embedding(sparse=False)"
         elif gradient.requires_grad:
             found = "has a graph of its own, by backward(create_graph=True)"
             advice = "differentiate twice with torch.autograd.grad(..., create_graph=True), and call backward() once"
-        elif (gradient.dtype, gradient.device) != (self.flat.dtype, self.flat.device):
-            found, advice = f"is {gradient.dtype} on {gradient.device}", "cast and move a module before it is wrapped"
         else:
-            return
-        raise ConfigError(
+            found, advice = f"is {gradient.dtype} on {gradient.device}", "cast and move a module before it is wrapped"
+        return ConfigError(
             f"backward: the gradient of parameter {name!r} {found}, expected a dense one of {self.flat.dtype} on "
             f"{self.flat.device} with no graph: gradients are reduced in one buffer; {advice}"
         )
@@ -98,6 +98,10 @@ class Bucket:
         if all(gradient is entry.view for gradient, entry in zip(gradients, self.entries)):
             return [self.flat]
         return [gradient for gradient in gradients if gradient is not None]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.layout, bool, torch.dtype, torch.device]:
+    return tensor.layout, tensor.requires_grad, tensor.dtype, tensor.device
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: pycomm.Group) -> torch.Tensor:

@@ -29,8 +29,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
+from ..errors import ConfigError
 from ._wording import Place
 
 if TYPE_CHECKING:
@@ -131,6 +132,12 @@ class Transport(ABC):
         transport = super().__new__(cls)
         transport.pid = os.getpid()
         return transport
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise ConfigError(
+            "a group cannot be copied or pickled, nor can what has one: it is this process's place among the ranks; "
+            "copy the module that an engine wraps, or save a state_dict()"
+        )
 
     def place(self, doing: str) -> Place:
         """Returns where an error of the call under way happens."""

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -43,12 +43,6 @@ class _Host:
         self.ranks_per_core = ranks_per_core
         self.rank = rank
         self.heaps = native().ShmHeaps(fd, len(pids), rank)
-
-    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
-        raise ConfigError(
-            "a group cannot be copied or pickled, nor can what has one: it is this process's place among the ranks; "
-            "copy the module that an engine wraps, or save a state_dict()"
-        )
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit modules may be gone before this
         for fd in (self.fd, *self.pidfds):
