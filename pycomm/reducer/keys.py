@@ -27,9 +27,5 @@ def key_of(group: pycomm.Group, name: str, parameter: nn.Parameter) -> str:
     in the same order, so they agree.
     """
     holders = _holders.setdefault(group, {})
-    for number in itertools.count(1):
-        key = name if number == 1 else f"{number}:{name}"
-        holder = holders.setdefault(key, weakref.ref(parameter))
-        if holder() is parameter:
-            return key
-    raise AssertionError("unreachable: there are always more numbers")
+    keys = itertools.chain([name], (f"{number}:{name}" for number in itertools.count(2)))
+    return next(key for key in keys if holders.setdefault(key, weakref.ref(parameter))() is parameter)

@@ -34,6 +34,10 @@ def fsdp(module: nn.Module, compression: Any) -> nn.Module:
     return pycomm.FullyShardedDataParallel(module, compression=compression, **options)
 
 
+def fsdp_whole(module: nn.Module, compression: Any) -> nn.Module:
+    return pycomm.FullyShardedDataParallel(module, compression=compression, strategy="no_shard")
+
+
 def optimizer(module: nn.Module, compression: Any) -> nn.Module:
     sgd = torch.optim.SGD(module.parameters(), lr=0.0)
     module.optimizer = pycomm.DistributedOptimizer(sgd, module.named_parameters(), compression=compression)
@@ -41,7 +45,7 @@ def optimizer(module: nn.Module, compression: Any) -> nn.Module:
 
 
 def engines_job(rank: int) -> None:
-    for wrap in (ddp, optimizer):
+    for wrap in (ddp, fsdp_whole, optimizer):
         owes_nothing_to_its_namesake(wrap)
     keeps_its_key()
     rules_go_by_names_in_the_model()

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ...reducer.bucket import allocate
+from ...reducer.keys import key_of
 from ...reducer.reduce import Named, Waitable, Wire, start_gather, start_mean, start_scatter_mean
 from .ledger import Kind, Ledger
 from .options import Precision, Ranks, Strategy, state_name
@@ -243,8 +244,9 @@ class FlatParameter:
         if ranks.shards is None:
             self._out = buffer
             assert ranks.replicas is not None, "ranks are of one kind at least"
-            views = ((slot.name, buffer[slot.start : slot.stop].view(slot.shape)) for slot in self.slots)
-            return start_mean(ranks.replicas, buffer, [Named(*each) for each in views])
+            keys = (key_of(ranks.replicas.group, slot.name, slot.full) for slot in self.slots)
+            views = (buffer[slot.start : slot.stop].view(slot.shape) for slot in self.slots)
+            return start_mean(ranks.replicas, buffer, [Named(*each) for each in zip(keys, views)])
         if not self.layout.strategy.shards_gradients:
             self._out = buffer[self.own]
         elif self._is_out_apart:
