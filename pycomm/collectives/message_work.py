@@ -1,11 +1,12 @@
 """Handles of messages. A message moves on when somebody waits or asks, and its handle has a future only if somebody
-wants one: to make that takes longer than a short message.
+wants one: to make that takes longer than a short message, and a thread that waits, so that the future completes.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -32,6 +33,7 @@ else:
 __all__ = ["MessageWork", "NativeWork", "NativeWorkInGroup", "RequestWork"]
 
 _log = logging.getLogger("pycomm")
+_A_LOOK_S = 1e-3  # left to who has waited for another thread all the time that it had
 _futures = threading.Lock()  # guards which messages have one, and which of those have been told
 
 
@@ -58,11 +60,13 @@ class MessageWork(Work):
     @property
     def future(self) -> Future[Any]:
         with _futures:
-            if self._future is None:
-                self._future = Future()
+            is_new = self._future is None
+            future = self._future = self._future or Future()
         if self._is_done:
             self._tell_future()
-        return self._future
+        elif is_new:
+            threading.Thread(target=_wait_and_tell, args=(self,), name="pycomm-message", daemon=True).start()
+        return future
 
     def result(self, timeout: float | timedelta | None = None) -> Any:
         self.wait(timeout)
@@ -83,15 +87,18 @@ class MessageWork(Work):
 
     _source_rank = source_rank  # as torch.distributed spells it
 
-    def _tell_future(self) -> None:
+    def _tell_future(self, error: BaseException | None = None) -> None:
+        """Of how the message has ended, or of the ``error`` with which the thread gave up; once, the first time."""
+        assert self._future is not None
         with _futures:
             is_told, self._is_told = self._is_told, True
+        error = self._error if error is None else error
         if is_told:
             return
-        if self._error is not None:
-            self.future.set_exception(self._error)
+        if error is not None:
+            self._future.set_exception(error)
         else:
-            self.future.set_result(self._value)
+            self._future.set_result(self._value)
 
     def _left(self) -> None:
         """As the handle is dropped: nobody has waited until the message ended, or heard how."""
@@ -138,10 +145,15 @@ class RequestWork(MessageWork):
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         if not self._is_done:
-            timeout_s = None if timeout is None else seconds(timeout)
-            with self._lock:
+            limit_s = self._group.timeout_s if timeout is None else seconds(timeout)
+            deadline = time.monotonic() + limit_s
+            if not self._lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
+                raise self._not_complete(f"{limit_s:.3g} s")
+            try:
                 if not self._is_done:
-                    self._move(self._ending.wait, timeout_s)
+                    self._move(self._ending.wait, max(deadline - time.monotonic(), _A_LOOK_S))
+            finally:
+                self._lock.release()
         if self._error is not None:
             self._is_asked = True
             raise self._error
@@ -191,6 +203,16 @@ class NativeWorkInGroup(NativeWork):
     """One whose ``source_rank`` is a rank of the group."""
 
     _is_global = False
+
+
+def _wait_and_tell(work: MessageWork) -> None:
+    """Returns once the message is complete or has failed, or its group's timeout is over; the future is told."""
+    try:
+        work.wait()
+    except BaseException as error:  # goes to whoever asks the future
+        forget_locals(error)
+        work._tell_future(error)
+    del work  # which the error would keep
 
 
 def _has_ended(request: Request) -> bool:

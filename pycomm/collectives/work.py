@@ -56,10 +56,7 @@ class Work:
         except TimeoutError as error:
             if self.future.done():
                 raise  # an error of the call itself, which happens to be a TimeoutError
-            raise CollectiveTimeoutError(
-                f"{self._description} was not complete after {timeout} as its handle was waited on; "
-                f"it is still under way: wait longer, or see what the other ranks do"
-            ) from error
+            raise self._not_complete(timeout) from error
 
     def is_completed(self) -> bool:
         """Says whether the call is complete, or has failed. Never blocks."""
@@ -80,12 +77,15 @@ class Work:
         """Returns a Work that completes with ``callback(self)`` as its result, once this one is complete or has failed.
 
         The callback runs in the thread that completes the call (or at once, in this one). It must not call collectives
-        of the same group.
+        of the same group. A message is waited for by a thread, for the group's timeout: if it is still under way then,
+        the returned Work fails with CollectiveTimeoutError, and no callback runs.
         """
         following = Work(f"callback of {self._description}")
 
-        def run(_future: Future[Any]) -> None:
+        def run(future: Future[Any]) -> None:
             try:
+                if not self.is_completed():
+                    future.result()  # raises, where the time for a message was over
                 following.set_result(callback(self))
             except BaseException as error:  # goes to whoever waits on the callback's Work
                 following.set_exception(error)
@@ -101,6 +101,12 @@ class Work:
     def set_exception(self, error: BaseException) -> None:
         """Fails the call. For the library."""
         self.future.set_exception(error)
+
+    def _not_complete(self, timeout: object) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"{self._description} was not complete after {timeout} as its handle was waited on; "
+            f"it is still under way: wait longer, or see what the other ranks do"
+        )
 
     def __del__(self) -> None:
         # An error must not vanish because nobody waited.
