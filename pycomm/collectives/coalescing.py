@@ -26,7 +26,7 @@ class _Bucket:
     """all_reduces that can be one: same dtype, device, operator, factor and options."""
 
     def __init__(self) -> None:
-        self.flats: list[Flat] = []
+        self.tensors: list[torch.Tensor] = []
         self.results: list[Any] = []
         self.parts: list[Part] = []
 
@@ -38,6 +38,7 @@ class Coalescing:
         self._group = group
         self._is_async = async_op
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._tensors: list[torch.Tensor] = []  # of all buckets, in the order of the calls
         self._works: list[Work] = []
 
     def wait(self) -> None:
@@ -47,7 +48,7 @@ class Coalescing:
 
     def add(
         self,
-        flat: Flat,
+        tensor: torch.Tensor,
         op: ReduceOp,
         factor: float,
         options: Options,
@@ -55,23 +56,30 @@ class Coalescing:
         async_op: bool,
         parts: Sequence[Part] = (),
     ) -> None:
-        """Takes one all_reduce. For the verbs."""
+        """Takes one all_reduce of ``tensor``, a result of ``as_tensor``. For the verbs."""
         if async_op:
             raise ConfigError(
                 "all_reduce(async_op=True) inside coalescing(): the calls become one; "
                 "use coalescing(async_op=True) and wait on what it gives"
             )
-        key = (flat.tensor.dtype, flat.tensor.device, op, factor, options._replace(name=None))
+        key = (tensor.dtype, tensor.device, op, factor, options._replace(name=None))
         bucket = self._buckets.setdefault(key, _Bucket())
-        bucket.flats.append(flat)
+        bucket.tensors.append(tensor)
+        self._tensors.append(tensor)
         bucket.results.append(result)
         bucket.parts.extend(parts)
 
     def flush(self) -> None:
-        """Runs what was collected, one call a bucket, in the order in which the buckets began."""
+        """Runs what was collected, one call a bucket, in the order in which the buckets began. Now the tensors are
+        read. Raises ConfigError if two of them share memory: the one call would not do what several do.
+        """
+        with self._group.scope("all_reduce"):
+            check_disjoint([(f"tensors[{index}] of those coalesced", each) for index, each in enumerate(self._tensors)])
         for (_, _, op, factor, options), bucket in self._buckets.items():
             with self._group.scope("all_reduce"):
-                flats, fused = _fuse(bucket.flats)
+                devices = self._group.transport.devices
+                flats = [flatten(each, reads=True, writes=True, devices=devices) for each in bucket.tensors]
+                flats, fused = _fuse(flats)
             work = run_all_reduce(
                 self._group, flats, fused, op, factor, options, self._is_async, bucket.results, bucket.parts
             )
@@ -88,8 +96,10 @@ class Coalescing:
 def coalescing(group: Any = None, async_op: bool = False) -> Iterator[Coalescing]:
     """Fuses the all_reduces made inside, on this group, into one call for each dtype and operator, made at the end.
 
-    Their results are there after the context, or after ``wait()`` on what it gives if ``async_op`` is true. Other calls
-    run at once, so before the all_reduces. All ranks make the same calls inside. If the body raises, none is made.
+    Their tensors are read at the end, too: what the body changes in them counts. Their results are there after the
+    context, or after ``wait()`` on what it gives if ``async_op`` is true. Other calls run at once, so before the
+    all_reduces. All ranks make the same calls inside. If the body raises, none is made. Raises ConfigError at the end
+    if two of the tensors share memory, as one has to be reduced before the other then: no call is made.
     """
     g = resolve(group)
     if g.pending is not None:
@@ -115,11 +125,9 @@ def all_reduce_coalesced(
     with g.scope("all_reduce"):
         reduce_op, factor = parse_op(op)
         dense = [as_tensor(each, f"tensors[{index}]", writes=True) for index, each in enumerate(tensors)]
-        check_disjoint([(f"tensors[{index}]", each) for index, each in enumerate(dense)])
         for each, tensor in zip(dense, tensors, strict=True):
             check_op(each.dtype, reduce_op)
-            flat = flatten(each, reads=True, writes=True, devices=g.transport.devices)
-            manager.add(flat, reduce_op, factor, parsed, tensor, async_op=False)
+            manager.add(each, reduce_op, factor, parsed, tensor, async_op=False)
     manager.flush()
     return manager.works or None
 

@@ -141,10 +141,14 @@ def consecutive(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def check_disjoint(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raises ConfigError if two of the tensors, all of which are written, share memory."""
-    spans = sorted((*_span(tensor), name) for name, tensor in named if tensor.is_contiguous() and tensor.numel())
-    for (_, stop, name), (start, _, other) in zip(spans, spans[1:], strict=False):
-        if start < stop:
-            raise ConfigError(f"{other} shares memory with {name}, and both receive results; pass separate tensors")
+    filled = [(*_span(tensor), name, tensor) for name, tensor in named if tensor.numel()]
+    reaching: list[tuple[int, str, torch.Tensor]] = []  # beyond where the next one starts
+    for start, stop, name, tensor in sorted(filled, key=lambda each: each[:2]):
+        reaching = [each for each in reaching if each[0] > start]
+        for _, other, earlier in reaching:
+            if _share_bytes(earlier, tensor):
+                raise ConfigError(f"{name} shares memory with {other}, and both receive results; pass separate tensors")
+        reaching.append((stop, name, tensor))
 
 
 def check_in_place(outputs: torch.Tensor, part: torch.Tensor, slot: int | None, parts: int, names: str) -> None:
@@ -254,5 +258,27 @@ def _check_own_overlap(tensor: torch.Tensor, name: str) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the addresses of the first byte of a contiguous ``tensor`` and of the one after its last."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    """Returns the addresses of the first byte of a ``tensor`` with elements and of the one after its last."""
+    reach = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize
+
+
+def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a byte belongs to elements of both: address + steps of ``a`` = address + steps of ``b``."""
+    steps = {1: [1 - b.itemsize, a.itemsize - 1]}  # by their lengths in bytes: the fewest and the most
+    for tensor, sign in ((a, 1), (b, -1)):
+        for stride, length in zip(tensor.stride(), tensor.shape, strict=True):
+            if stride:
+                steps.setdefault(stride * tensor.itemsize, [0, 0])[sign > 0] += sign * (length - 1)
+    return _is_sum(b.data_ptr() - a.data_ptr(), sorted(steps.items(), reverse=True))
+
+
+def _is_sum(distance: int, steps: list[tuple[int, list[int]]]) -> bool:
+    """Whether steps of the lengths, as many of each as may be, make up ``distance``. The longest come first."""
+    if not steps:
+        return distance == 0
+    (stride, (fewest, most)), *rest = steps
+    lowest = sum(length * few for length, (few, _) in rest)
+    highest = sum(length * many for length, (_, many) in rest)
+    first, last = -((highest - distance) // stride), (distance - lowest) // stride  # so that the rest can reach it
+    return any(_is_sum(distance - number * stride, rest) for number in range(max(fewest, first), min(most, last) + 1))

@@ -247,11 +247,11 @@ def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Opti
             return all_reduce_sparse(tensor, reduce_op, g, async_op, options)
         t = as_tensor(tensor, "tensor", writes=True)
         check_op(t.dtype, reduce_op)
-        flat = flatten(t, reads=True, writes=True, devices=g.transport.devices)
         parts = _parts(t, options)
-    if g.pending is not None:
-        work: Work | None = g.pending.add(flat, reduce_op, factor, options, tensor, async_op, parts)
-        return work
+        if g.pending is not None:
+            work: Work | None = g.pending.add(t, reduce_op, factor, options, tensor, async_op, parts)
+            return work
+        flat = flatten(t, reads=True, writes=True, devices=g.transport.devices)
     return run_all_reduce(g, [flat], flat.tensor, reduce_op, factor, options, async_op, tensor, parts)
 
 

@@ -215,6 +215,22 @@ def coalesced(rank: int) -> None:
         for part in parts:
             pycomm.all_reduce(part, group=world)
     assert all((part == total).all() for part in parts) and (whole[[0, 8]] == rank).all()
+    changed = torch.ones(3, 4)
+    with pycomm.coalescing(world):  # which reads at its end, whatever the layout
+        for tensor in (changed[0], changed[1:, 1]):
+            pycomm.all_reduce(tensor, group=world)
+            tensor.mul_(3)
+    assert changed[0].eq(3 * n).all() and changed[1:, 1].eq(3 * n).all() and changed[1:, 2:].eq(1).all()
+    for again, op in ((changed[0], ReduceOp.SUM), (changed[1:, 1], ReduceOp.MAX), (changed[:, 1], ReduceOp.SUM)):
+        before = changed.clone()
+        with (
+            pytest.raises(pycomm.ConfigError, match="coalesced shares memory"),
+            pycomm.coalescing(world),
+        ):
+            pycomm.all_reduce(changed[0], group=world)
+            pycomm.all_reduce(changed[1:, 1], group=world)
+            pycomm.all_reduce(again, op, group=world)
+        assert torch.equal(changed, before)
     world.close()
 
 

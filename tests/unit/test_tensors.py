@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +98,16 @@ def test_overlap_between_tensors() -> None:
     check_disjoint([("a", base[:4]), ("b", base[8:]), ("c", base[4:8]), ("empty", base[5:5])])
     with pytest.raises(ConfigError, match="b shares memory with a"):
         check_disjoint([("b", base[3:6]), ("a", base[:4])])
+    board = base.view(3, 4)
+    check_disjoint([("a", board[:, 0]), ("b", board[:, 1]), ("c", board[:, 2:])])
+    check_disjoint([("a", board[::2, :2]), ("b", board[1]), ("c", board[:, 2:][0]), ("d", board[2:, 2:])])
+    pairs = torch.zeros(3, dtype=torch.complex64)
+    check_disjoint([("real", pairs.real), ("imaginary", pairs.imag)])
+    for one, two in ((board[:, 0], board[:, 0]), (board[:, 1:3], board.t()[2]), (board[1], board[:, 3])):
+        with pytest.raises(ConfigError, match="shares memory with"):
+            check_disjoint([("other", torch.zeros(3)), ("a", one), ("b", two)])
+    with pytest.raises(ConfigError, match="shares memory with"):
+        check_disjoint([("all", pairs), ("imaginary", pairs.imag)])
     check_in_place(base, base[4:8], 1, 3, "x")
     check_in_place(base[:8], base[8:], 0, 2, "x")
     check_in_place(base, torch.zeros(4), 0, 3, "x")
@@ -161,3 +174,16 @@ def reduce_view(rank: int, shape: tuple[int, ...], order: tuple[int, ...], slice
 @given(views())
 def test_any_view(case: tuple[tuple[int, ...], tuple[int, ...], list[slice]]) -> None:
     run_ranks(3, reduce_view, *case, transport="local")
+
+
+@given(views(), views())
+def test_two_views_share_memory_if_an_element_of_both_is_the_same(one: Any, two: Any) -> None:
+    memory = torch.arange(5**4)
+    a, b = (
+        view_of(memory[: math.prod(shape)].view(shape), order, slices) for shape, order, slices in (one, two)
+    )
+    if set(a.flatten().tolist()) & set(b.flatten().tolist()):
+        with pytest.raises(ConfigError, match="shares memory"):
+            check_disjoint([("a", a), ("b", b)])
+    else:
+        check_disjoint([("a", a), ("b", b)])
