@@ -23,6 +23,7 @@ __all__ = [
     "OpLike",
     "Options",
     "default_group",
+    "is_non_member",
     "parse_op",
     "parse_options",
     "resolve",
@@ -58,6 +59,17 @@ class NonMember:
 
 
 NON_MEMBER = NonMember()
+
+
+def is_non_member(group: Any) -> bool:
+    """Says whether ``group`` stands for one that this rank is not in: NON_MEMBER, or what torch's new_group returns."""
+    if isinstance(group, NonMember):
+        return True
+    import torch.distributed as dist
+
+    outside = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+    return outside is not None and type(group) is type(outside) and bool(group == outside)
+
 
 GroupLike = "Group | NonMember | ProcessGroup | None"  # for docstrings; the verbs annotate Any, as torch's stubs do
 OpLike = ReduceOp | PremulSum | Any  # torch's ReduceOp is not a Python enum
@@ -102,9 +114,11 @@ def resolve(group: Any) -> Group:
             found = init_from_torch()
     elif isinstance(group, Group):
         found = group
-    elif isinstance(group, NonMember):
+    elif is_non_member(group):
+        whose = "pycomm.NON_MEMBER" if isinstance(group, NonMember) else "torch's GroupMember.NON_GROUP_MEMBER"
         raise ConfigError(
-            "this rank is not a member of the group (pycomm.NON_MEMBER); only members may call its collectives"
+            f"this rank is not a member of the group ({whose}); only members may call its collectives, which are those "
+            f"whose pycomm.rank(group) is not -1"
         )
     else:
         found = _wrap_torch(group)
@@ -122,6 +136,8 @@ def _wrap_torch(group: Any) -> Group:
     own = _own_group(group)
     if own is not None:
         return own
+    if group not in state.torch_groups:
+        _close_destroyed()
     with state.lock:
         found = state.torch_groups.get(group)
         if found is None:
@@ -132,6 +148,15 @@ def _wrap_torch(group: Any) -> Group:
             found = Group(transport, name, dist.get_process_group_ranks(group), lambda _: _forget(group))
             state.torch_groups[group] = found
         return found
+
+
+def _close_destroyed() -> None:
+    """Gives back what belongs to torch's groups that were destroyed, which tells nobody."""
+    from torch.distributed.distributed_c10d import _world
+
+    for group, ours in list(state.torch_groups.items()):
+        if group not in _world.pg_map:
+            ours.close()
 
 
 def _own_group(group: ProcessGroup) -> Group | None:

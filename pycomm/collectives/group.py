@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -204,6 +204,12 @@ class Group(Observed):
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, transport {self.transport.name!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"{self!r} cannot be copied or pickled: it is this process's place among the others; keep the object that "
+            f"holds it from copying it, or make a new group there"
+        )
 
     # -- running calls --------------------------------------------------------------------------------------------
 

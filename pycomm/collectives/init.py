@@ -16,13 +16,13 @@ import torch
 from .. import env, topology
 from ..algorithms.executor import meet
 from ..algorithms.selection import Selector, load_table
-from ..config import LOG_LEVELS, Config, seconds
+from ..config import LOG_LEVELS, Config, seconds, whole_number
 from ..errors import CollectiveTimeoutError, ConfigError, NativeUnavailableError
 from ..topology import LaunchInfo, Topology
 from ..transport import TRANSPORTS, ConnectSpec, Look, Patience, Transport, connect
 from .agreement import agree_on_selector
 from .board import disown_boards, keep_boards, leave_boards, new_boards
-from .context import NON_MEMBER, NonMember, default_group, resolve, state
+from .context import NON_MEMBER, NonMember, default_group, is_non_member, resolve, state
 from .exchange import exchange_hosts
 from .group import Group
 
@@ -113,12 +113,12 @@ def get_group(group: Any = None) -> Group:
 
 def rank(group: Any = None) -> int:
     """Returns this rank in ``group``, -1 if it is not a member."""
-    return -1 if isinstance(group, NonMember) else resolve(group).rank
+    return -1 if is_non_member(group) else resolve(group).rank
 
 
 def world_size(group: Any = None) -> int:
     """Returns the number of ranks in ``group``, -1 if this one is not a member."""
-    return -1 if isinstance(group, NonMember) else resolve(group).world_size
+    return -1 if is_non_member(group) else resolve(group).world_size
 
 
 def local_rank() -> int:
@@ -161,12 +161,11 @@ def split(color: int | None, key: int = 0, group: Any = None, *, name: str | Non
     from .verbs import all_gather_single
 
     parent = resolve(group)
-    if color is not None and (not isinstance(color, int) or color < 0):
-        raise ConfigError(f"split: expected a color >= 0 or None, got {color!r}")
     device = parent.control_device
-    mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device=device)
+    with parent.scope("split"):
+        mine = [-1 if color is None else whole_number(color, "color", 0), whole_number(key, "key", -(1 << 63))]
     table = torch.empty(2 * parent.world_size, dtype=torch.int64, device=device)
-    all_gather_single(table, mine, parent)
+    all_gather_single(table, torch.tensor(mine, dtype=torch.int64, device=device), parent)
     pairs = table.view(-1, 2).tolist()
     members = sorted((pair[1], member) for member, pair in enumerate(pairs) if pair[0] == color)
     group_ranks = [member for _, member in members] if color is not None else None

@@ -54,10 +54,9 @@ def as_tensor(value: Any, name: str, *, writes: bool) -> torch.Tensor:
     ConfigError.
     """
     tensor = value if isinstance(value, torch.Tensor) else _from_foreign(value, name, writes)
-    if tensor.layout != torch.strided:
-        raise ConfigError(
-            f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its .to_dense(), or its values"
-        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        what = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ConfigError(f"{name}: expected a dense tensor, got {what}; pass its .to_dense(), or its values")
     if tensor.is_meta:
         raise ConfigError(f"{name}: expected a tensor with data, got one on the meta device; materialize it first")
     if tensor.is_quantized or dtype_of_name(dtype_name(tensor.dtype)) is None:
@@ -65,15 +64,11 @@ def as_tensor(value: Any, name: str, *, writes: bool) -> torch.Tensor:
         raise ConfigError(
             f"{name}: dtype {tensor.dtype} cannot be moved; known: {known}; for raw bytes pass .view(torch.uint8)"
         )
-    try:
-        has_memory = tensor.numel() == 0 or tensor.data_ptr() != 0
-    except RuntimeError:
-        has_memory = False
-    if not has_memory:
-        raise ConfigError(
-            f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}; "
-            f"of a DTensor pass .to_local()"
-        )
+    if not _has_memory(tensor):
+        is_inside = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+        got = "one inside vmap, grad or functionalize" if is_inside else type(tensor).__name__
+        advice = "call pycomm outside of these" if is_inside else "of a DTensor pass .to_local()"
+        raise ConfigError(f"{name}: expected a tensor with memory of its own, got {got}; {advice}")
     tensor = tensor.detach()  # also a view made under no_grad may be written then
     if tensor.is_inference():
         tensor = _ordinary(tensor)
@@ -161,6 +156,15 @@ def check_in_place(outputs: torch.Tensor, part: torch.Tensor, slot: int | None, 
     allowed = "" if slot is None else f", or exactly part {slot} of {parts} of the larger one (in place)"
     if slot is None or part_start != start + slot * ((stop - start) // parts) or part.nbytes * parts != outputs.nbytes:
         raise ConfigError(f"{names} share memory; expected separate tensors{allowed}")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if type(tensor).__module__ == "torch._subclasses.fake_tensor":  # which would warn of being asked
+        return False
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _from_foreign(value: Any, name: str, writes: bool) -> torch.Tensor:

@@ -13,12 +13,14 @@ arguments. It answers False if it has done nothing, because the call is not ordi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
 from ..algorithms.executor import Collective
+from ..config import whole_number
 from ..errors import ConfigError, NativeUnavailableError
 from ..ops import native
 from ..ops.reduce import reduce_supported
@@ -44,6 +46,15 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 ]
+
+
+class _OtherOptions(TypedDict, total=False):
+    """``CallOptions`` of barrier, whose timeout may stand by its place, as torch's does."""
+
+    algorithm: str | None
+    compression: Any
+    name: str | None
+
 
 _PLAIN = Options()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -183,27 +194,29 @@ def reduce_scatter_single(
 def all_to_all_single(
     output: Any,
     input: Any,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Iterable[Any] | None = None,
+    input_split_sizes: Iterable[Any] | None = None,
     group: Any = None,
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
     """Sends part j of ``input`` to rank j; part i of ``output`` comes from rank i.
 
-    Parts are equal slices of the first dimension, or as long there as the split sizes say.
+    Parts are equal slices of the first dimension, or as long there as the split sizes say: integers, in a list, an
+    array or a tensor.
     """
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("all_to_all_single"):
-        is_even = not output_split_sizes and not input_split_sizes
+        output_rows, input_rows = _rows(output_split_sizes, "output"), _rows(input_split_sizes, "input")
+        is_even = not output_rows and not input_rows
         if is_even and is_plain(async_op, parsed) and g.fast_all_to_all_single(output, input):
             return None
         out_tensor = as_tensor(output, "output", writes=True)
         in_tensor = as_tensor(input, "input", writes=False)
         _check_same_dtype([("output", out_tensor), ("input", in_tensor)])
         check_in_place(out_tensor, in_tensor, None, 1, "output and input")
-        output_splits = _splits(out_tensor, output_split_sizes, g.world_size, "output")
-        input_splits = _splits(in_tensor, input_split_sizes, g.world_size, "input")
+        output_splits = _splits(out_tensor, output_rows, g.world_size, "output")
+        input_splits = _splits(in_tensor, input_rows, g.world_size, "input")
         if output_splits[g.rank] != input_splits[g.rank]:
             raise ConfigError(
                 f"this rank sends itself {input_splits[g.rank]} elements and expects {output_splits[g.rank]}; "
@@ -223,10 +236,14 @@ def all_to_all_single(
 
 @with_short_cut("fast_barrier")
 def barrier(
-    group: Any = None, async_op: bool = False, device_ids: Any = None, **options: Unpack[CallOptions]
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    timeout: float | timedelta | None = None,
+    **options: Unpack[_OtherOptions],
 ) -> Work | None:
     """Returns once every rank of the group has called it. ``device_ids`` is taken for torch's sake and not used."""
-    g, parsed = resolve(group), parse_options(**options)
+    g, parsed = resolve(group), parse_options(timeout=timeout, **options)
     if is_plain(async_op, parsed) and g.fast_barrier():
         return None
     return g.run(Call("barrier", [Collective(verb="barrier")], (), *parsed), async_op)
@@ -315,20 +332,24 @@ def _check_same_dtype(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             raise ConfigError(f"{name} is {tensor.dtype} and {first_name} is {first.dtype}; expected the same dtype")
 
 
-def _splits(tensor: torch.Tensor, sizes: Sequence[int] | None, world_size: int, name: str) -> tuple[int, ...]:
+def _rows(sizes: Iterable[Any] | None, name: str) -> list[int]:
+    """Returns split sizes as Python's integers, none for None. Raises ConfigError where one is not whole."""
+    return [whole_number(rows, f"{name}_split_sizes", 0) for rows in (() if sizes is None else sizes)]
+
+
+def _splits(tensor: torch.Tensor, rows: Sequence[int], world_size: int, name: str) -> tuple[int, ...]:
     """Returns the elements of each rank's part of ``tensor``.
 
     Raises ConfigError if the sizes do not fit its first dimension.
     """
     length = tensor.shape[0] if tensor.dim() else 0
-    if sizes is None or len(sizes) == 0:
+    if not rows:
         if tensor.dim() == 0 or length % world_size:
             raise ConfigError(
                 f"{name}: expected a first dimension divisible by {world_size} ranks, got shape {tuple(tensor.shape)}; "
                 f"or pass {name}_split_sizes"
             )
         return (tensor.numel() // world_size,) * world_size
-    rows = [int(rows) for rows in sizes]
     if len(rows) != world_size or min(rows) < 0 or sum(rows) != length:
         raise ConfigError(
             f"{name}_split_sizes: expected {world_size} sizes >= 0 that sum to {length}, the first dimension of shape "

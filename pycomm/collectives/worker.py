@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
@@ -14,7 +15,9 @@ _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class Worker:
-    """One thread, started at the first job. It holds its queue alone, so that the group can be collected."""
+    """One thread, started at the first job. It holds its queue alone, so that the group can be collected; then it ends,
+    as it does after ``stop``.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,6 +45,7 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None).atexit = False  # handlers of the exit may still make calls
         self._last = done
         self._jobs.put(job)
 

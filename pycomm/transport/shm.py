@@ -45,6 +45,8 @@ class _Host:
         self.heaps = native().ShmHeaps(fd, len(pids), rank)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit modules may be gone before this
+        if not hasattr(self, "fd"):  # ``copy`` makes such a one
+            return
         for fd in (self.fd, *self.pidfds):
             if fd >= 0:
                 close(fd)

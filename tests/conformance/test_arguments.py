@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import ALL_DTYPES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pycomm
 from harness import run_ranks, transport_params
@@ -245,8 +249,11 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("not defined on sparse", lambda: pycomm.all_reduce(t.to_sparse(), ReduceOp.MAX)),
         ("expected a dense tensor", lambda: pycomm.all_reduce(t.to_sparse(), compression="int8")),
         ("meta", lambda: pycomm.all_reduce(torch.zeros(4, device="meta"))),
-        ("memory of its own", lambda: torch.func.functionalize(pycomm.all_reduce)(torch.ones(4))),
-        ("memory of its own", lambda: torch.func.vmap(pycomm.all_reduce)(torch.ones(2, 4))),
+        ("inside vmap, grad or func", lambda: torch.func.functionalize(pycomm.all_reduce)(torch.ones(4))),
+        ("call pycomm outside", lambda: torch.func.vmap(pycomm.all_reduce)(torch.ones(2, 4))),
+        ("call pycomm outside", lambda: torch.func.grad(pycomm.all_reduce)(torch.ones(4))),
+        ("memory of its own, got FakeTensor", lambda: pycomm.all_reduce(FakeTensorMode().from_tensor(t))),
+        ("got a nested one", lambda: pycomm.all_reduce(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))),
         ("overlap", lambda: pycomm.all_reduce(torch.zeros(1).expand(4))),
         ("overlap", lambda: pycomm.all_reduce(torch.zeros(9).as_strided((3, 3), (1, 1)))),
         ("expected a pycomm.Group", lambda: pycomm.all_reduce(t, group="world")),
@@ -267,6 +274,8 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("expected 4 elements", lambda: pycomm.scatter(part, [torch.zeros(3)] * n, pycomm.rank())),
         ("expected None on ranks", lambda: pycomm.scatter(part, [part] * n, (pycomm.rank() + 1) % n)),
         ("sum to", lambda: pycomm.all_to_all_single(whole, whole.clone(), [1] * n, [4] * n)),
+        ("expected an integer", lambda: pycomm.all_to_all_single(t, t.clone(), [4.0 / n] * n, [4.0 / n] * n)),
+        ("expected an integer", lambda: pycomm.all_to_all_single(t, t.clone(), np.ones(n), np.ones(n))),
         ("share memory", lambda: pycomm.all_to_all_single(whole, whole)),
         ("one a rank", lambda: pycomm.all_gather([part] * (n + 1), t)),
         ("receive results", lambda: pycomm.all_gather([part] * n, t)),
@@ -281,7 +290,14 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("expected at least one rank", lambda: pycomm.new_group([])),
         ("none twice", lambda: pycomm.new_group([0, 0])),
         ("not in group", lambda: pycomm.new_group([n])),
-        ("color", lambda: pycomm.split(-3)),
+        ("color: expected an integer from 0", lambda: pycomm.split(-3)),
+        ("color: expected an integer from 0", lambda: pycomm.split(1 << 70)),
+        ("color: expected an integer from 0", lambda: pycomm.split("red")),  # type: ignore[arg-type]
+        ("key: expected an integer", lambda: pycomm.split(0, key=1 << 63)),
+        ("not a member", lambda: pycomm.all_reduce(t, group=torch.distributed.GroupMember.NON_GROUP_MEMBER)),
+        ("not a member", lambda: pycomm.send(t, 0, group=torch.distributed.GroupMember.NON_GROUP_MEMBER)),
+        ("cannot be copied or pickled", lambda: copy.deepcopy(pycomm.get_group())),
+        ("cannot be copied or pickled", lambda: pickle.dumps(pycomm.get_group())),
         ("already initialized", lambda: pycomm.init()),
     ]
 
@@ -310,6 +326,7 @@ def make_mistakes(rank: int) -> list[str]:
     return problems
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @everywhere
 def test_mistakes_raise_before_a_byte_moves(transport: str) -> None:
     for rank, problems in enumerate(run_ranks(2, make_mistakes, transport=transport)):
@@ -333,3 +350,42 @@ def torch_operators(rank: int) -> None:
 @everywhere
 def test_operators_of_torch(transport: str) -> None:
     run_ranks(2, torch_operators, transport=transport)
+
+
+def integers_as_operators(rank: int) -> None:
+    for op in (0, 7, True):
+        tensor = torch.full((2,), rank + 2.0)
+        for is_async in (False, True):
+            with pytest.raises(pycomm.ConfigError, match="unknown op"):
+                pycomm.all_reduce(tensor, op, async_op=is_async)
+        with pytest.raises(pycomm.ConfigError, match="unknown op"):
+            pycomm.reduce(tensor, 0, op)
+        with pytest.raises(pycomm.ConfigError, match="unknown op"):
+            pycomm.reduce_scatter_single(torch.zeros(1), tensor, op)
+        assert (tensor == rank + 2).all()
+
+
+@everywhere
+def test_an_integer_is_no_operator(transport: str) -> None:
+    run_ranks(2, integers_as_operators, transport=transport)
+
+
+def other_spellings(rank: int) -> None:
+    n = pycomm.world_size()
+    pycomm.barrier(None, False, None, timedelta(seconds=500))  # as torch's, by their places
+    pycomm.barrier(timeout=500)
+    pycomm.barrier(None, True, None, 500).wait()
+    sent = torch.full((n,), float(rank))
+    for ones in (np.ones(n, np.int32), torch.ones(n, dtype=torch.int64), (1,) * n, range(1, 2) if n == 1 else [1] * n):
+        received = torch.zeros(n)
+        pycomm.all_to_all_single(received, sent, ones, ones)
+        assert received.tolist() == list(range(n))
+    group = pycomm.split(np.int64(1), key=np.int32(-rank))
+    assert group.ranks == tuple(reversed(range(n)))
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    assert pycomm.rank(outside) == pycomm.world_size(outside) == -1
+
+
+@everywhere
+def test_other_spellings(transport: str) -> None:
+    run_ranks(2, other_spellings, transport=transport)

@@ -141,6 +141,17 @@ def test_threads_have_groups_of_their_own() -> None:
         assert seen == [False] and pycomm.is_initialized()
 
 
+def test_a_group_that_is_dropped_ends_its_thread() -> None:
+    with pycomm.init("local"):
+        group = pycomm.new_group(name="dropped")
+        assert pycomm.barrier(group, async_op=True).wait()  # type: ignore[union-attr]
+        (thread,) = (each for each in threading.enumerate() if each.name == "pycomm-dropped")
+        del group
+        gc.collect()
+        thread.join(500)
+        assert not thread.is_alive()
+
+
 def test_closing_a_group_closes_those_made_from_it() -> None:
     with pycomm.init("local"):
         outer = pycomm.new_group()
@@ -181,7 +192,7 @@ def test_it_says_what_it_found_when_asked() -> None:
 
 def test_joins_an_initialized_torch_distributed() -> None:
     code = (
-        "import sys, torch, torch.distributed as dist, pycomm\n"
+        "import os, sys, torch, torch.distributed as dist, pycomm\n"
         "rank, port = int(sys.argv[1]), int(sys.argv[2])\n"
         "store = dist.TCPStore('127.0.0.1', port, is_master=False)\n"
         "dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
@@ -193,6 +204,15 @@ def test_joins_an_initialized_torch_distributed() -> None:
         "assert (t == 4).all() and pycomm.rank(group) == rank\n"
         "pycomm.broadcast(t.fill_(rank), src=1, group=dist.group.WORLD)\n"
         "assert (t == 1).all()\n"
+        "held = []\n"
+        "for _ in range(4):\n"
+        "    held.append((len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))))\n"
+        "    group = dist.new_group()\n"
+        "    pycomm.all_reduce(t, group=group)\n"
+        "    dist.destroy_process_group(group)\n"
+        "    del group\n"
+        "assert held[3] <= held[2], f'of groups that were destroyed something is kept: {held}'\n"
+        "t.fill_(1)\n"
         "pycomm.finalize()\n"
         "dist.all_reduce(t)\n"
         "assert (t == 2).all()\n"

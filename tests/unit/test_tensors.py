@@ -179,9 +179,7 @@ def test_any_view(case: tuple[tuple[int, ...], tuple[int, ...], list[slice]]) ->
 @given(views(), views())
 def test_two_views_share_memory_if_an_element_of_both_is_the_same(one: Any, two: Any) -> None:
     memory = torch.arange(5**4)
-    a, b = (
-        view_of(memory[: math.prod(shape)].view(shape), order, slices) for shape, order, slices in (one, two)
-    )
+    a, b = (view_of(memory[: math.prod(shape)].view(shape), order, slices) for shape, order, slices in (one, two))
     if set(a.flatten().tolist()) & set(b.flatten().tolist()):
         with pytest.raises(ConfigError, match="shares memory"):
             check_disjoint([("a", a), ("b", b)])
