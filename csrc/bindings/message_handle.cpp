@@ -55,7 +55,8 @@ bool end_by_error(PyObject* self) {
   PyErr_NormalizeException(&type, &value, &traceback);
   Py_DECREF(type);
   Py_XDECREF(traceback);
-  Py_XSETREF(handle.error, value);
+  if (handle.error == nullptr) handle.error = value;  // else another thread has heard it first
+  else Py_DECREF(value);
   return end(self);
 }
 
@@ -138,10 +139,19 @@ PyObject* refuse(PyTypeObject*, PyObject*, PyObject*) {
   return nullptr;
 }
 
+// Whether the interpreter is: then no error can be worded any more, and the transports have closed.
+bool is_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 // Of a user's handle that is dropped before its message has ended, or before anybody heard of the error.
 void finalize(PyObject* self) {
   const Handle& handle = handle_of(self);
-  if (handle.group == nullptr || handle.native->is_in_child() || (handle.is_done && (handle.error == nullptr || handle.is_asked))) return;
+  if (handle.group == nullptr || is_ending() || handle.native->is_in_child() || (handle.is_done && (handle.error == nullptr || handle.is_asked))) return;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   bool is_well = look(self);

@@ -167,7 +167,7 @@ class DistributedDataParallel(nn.Module):
         """
         gradients = [each for bucket in self.reducer.buckets for each in bucket.gradients()]
         if not gradients:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device=self.reducer.parameters[0].device)
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([_norm(each) for each in gradients]))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if factor < 1.0:
