@@ -28,7 +28,7 @@ from .compression_chunks import Chunks, chunk_numel_of
 from .compression_hosts import BetweenHosts
 from .compression_wire import Wire
 
-__all__ = ["Squeezed", "check_call", "run"]
+__all__ = ["Squeezed", "agree", "check_call", "run"]
 
 _VERBS = ("all_reduce", "reduce_scatter_single", "all_gather_single")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -77,13 +77,17 @@ def check_call(
     return Squeezed(collective, compressor, described)
 
 
-def run(call: Squeezed, wire: Wire, seed: int, note: str = "") -> None:
-    """Runs ``call`` on this rank. ``seed`` is the same on all ranks, another in each call; so is ``note``, what else
-    they must agree on.
+def agree(call: Squeezed, wire: Wire, seed: int, note: str = "") -> None:
+    """Raises CollectiveMismatchError on every rank unless all make ``call``, with this ``seed``, another in each call,
+    and this ``note``, what else they must agree on.
     """
+    wire.agree(_describe(call, seed) + note)
+
+
+def run(call: Squeezed, wire: Wire, seed: int) -> None:
+    """Runs ``call`` on this rank, once the ranks have agreed on it and on ``seed``."""
     source, output = call.collective.input, call.collective.output
     assert source is not None and output is not None
-    wire.agree(_describe(call, seed) + note)
     is_part = output.numel() * 4 >= _UNCACHED_BYTES
     context = Context(call.parts, wire.rank, wire.world_size, seed, is_part=is_part, kept={})
     workspace = wire.workspace

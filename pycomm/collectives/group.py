@@ -407,14 +407,14 @@ class Group(Observed):
         self.check_open()
         timeout_s = None if timeout is None else seconds(timeout)
         self.settle()
-        self._splits += 1
-        name = name or f"{self.name}.{self._splits}"
         with self.scope("new_group"):
             selector = self.engine.selector  # made out with all ranks, also those outside
             self._agree_on_members(group_ranks)
+            self._splits += 1  # no sooner: a rank that called something else has counted nothing
             transport = self.transport.split(group_ranks, self._splits)
             if transport is None or group_ranks is None:
                 return None
+            name = name or f"{self.name}.{self._splits}"
             transport.group_name = name
             meet(transport)  # within this group's timeout: the new one's is that of its calls
             if timeout_s is not None:

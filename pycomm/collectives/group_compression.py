@@ -152,12 +152,14 @@ class GroupCompression:
     ) -> CompressionReport:
         """Runs a checked call, in the thread whose turn it is; ``is_split``: compressing between hosts only."""
         start_ns = time.perf_counter_ns()
-        self._calls += 1
         wire = self._wire(algorithm, timeout_s, is_split)
         source = call.collective.input
         assert source is not None, "checked before"
         exact = source.to(torch.float32, copy=True) if self.measure_error else None
-        compressed.run(call, wire, self._calls, ", measuring the error" if self.measure_error else "")
+        seed = self._calls + 1
+        compressed.agree(call, wire, seed, ", measuring the error" if self.measure_error else "")
+        self._calls = seed  # no sooner: a rank that called something else has counted nothing
+        compressed.run(call, wire, seed)
         timer, carrier = wire.timer, wire.between or wire
         share = wire.inside.world_size if wire.inside is not None else 1
         report = CompressionReport(

@@ -154,16 +154,40 @@ def disagree(rank: int) -> None:
         check_sum(3)  # and the group goes on
 
 
-def check_sum(ranks: int) -> None:
+def check_sum(ranks: int, group: Any = None) -> None:
     for numel in (5, LARGE):
         t = torch.full((numel,), 2.0)
-        pycomm.all_reduce(t)
+        pycomm.all_reduce(t, group=group)
         assert (t == 2.0 * ranks).all()
 
 
 @everywhere
 def test_ranks_that_disagree_see_all_sides_and_keep_their_buffers(transport: str) -> None:
     run_ranks(3, disagree, transport=transport)
+
+
+def compress(numel: int = LARGE) -> torch.Tensor:
+    t = torch.ones(numel)
+    pycomm.all_reduce(t, compression="int8")
+    return t
+
+
+def disagree_at_what_is_counted(rank: int) -> None:
+    """New groups and compressed calls are counted: a disagreement must not leave one rank a number ahead."""
+    old = pycomm.new_group([0, 1])
+    compress()
+    for counter in range(2):
+        for counted in (lambda: pycomm.new_group([0, 1]), compress):
+            with pytest.raises(CollectiveMismatchError):
+                counted() if rank == counter else pycomm.barrier()
+        check_sum(2, pycomm.new_group([0, 1]))
+        assert (compress() == 2).all()
+        check_sum(2, old)
+
+
+@pytest.mark.parametrize("transport", [param for param in transport_params() if param.values[0] != "mixed"])
+def test_new_groups_and_compressed_calls_go_on_after_a_disagreement(transport: str) -> None:
+    run_ranks(2, disagree_at_what_is_counted, transport=transport)
 
 
 def differ_in_algorithm(rank: int) -> None:
