@@ -255,7 +255,9 @@ class Group(Observed):
         def run(frame: torch.Tensor, verb: str) -> torch.Tensor:
             self.check_open()
             self.settle()
-            with self.turn(verb), self.scope(verb), self._on_board(verb, nbytes):
+            turn = self.turn(verb)
+            with turn, self.scope(verb), self._on_board(verb, nbytes):
+                turn.begin()
                 count_call(self.transport, verb)
                 return exchange(frame, verb, self.timeout_s)
 
@@ -303,8 +305,9 @@ class Group(Observed):
             start(call.verb, seq)
         start_ns = time.perf_counter_ns()
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        with self.turn(call.verb), self.scope(call.verb, seq):
-            report = self._move(call, choices, timeout_s, compressed)
+        turn = self.turn(call.verb)
+        with turn, self.scope(call.verb, seq):
+            report = self._move(call, choices, timeout_s, turn, compressed)
             for finish in call.finishes:
                 if finish is not None:
                     finish()
@@ -319,6 +322,7 @@ class Group(Observed):
         call: Call,
         choices: Sequence[Choice],
         timeout_s: float,
+        turn: Turn,
         compressed: Callable[[float], CompressionReport] | None,
     ) -> CompressionReport | None:
         """Runs the collectives of ``call``, on the board if there is one."""
@@ -327,6 +331,7 @@ class Group(Observed):
             recorder.begin(call, choices[0].name)
         try:
             self._show_data(call, False)
+            turn.begin()
             if compressed is not None:
                 report = compressed(timeout_s)
             else:
@@ -334,6 +339,7 @@ class Group(Observed):
                     self.engine.run(collective, choice, timeout_s, call.is_agreed)
             if call.follow_up is not None:
                 call.follow_up(timeout_s)
+            turn.end()
             self._show_data(call, True)
             is_done = True
         finally:
@@ -407,7 +413,9 @@ class Group(Observed):
         self.check_open()
         timeout_s = None if timeout is None else seconds(timeout)
         self.settle()
-        with self.scope("new_group"):
+        turn = self.turn("new_group")
+        with turn, self.scope("new_group"):
+            turn.begin()
             selector = self.engine.selector  # made out with all ranks, also those outside
             self._agree_on_members(group_ranks)
             self._splits += 1  # no sooner: a rank that called something else has counted nothing

@@ -20,18 +20,23 @@ __all__ = ["Scope", "Turn", "Turns"]
 
 
 class Turns:
-    """Who is inside a collective of a group: one thread at a time."""
+    """Who is inside a collective of a group: one thread at a time. ``is_moving``: where others may wait for it."""
 
-    __slots__ = ("holder", "lock", "transport")
+    __slots__ = ("holder", "is_moving", "lock", "transport")
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.lock = threading.Lock()  # held by the thread that is inside
         self.holder = 0
+        self.is_moving = False
 
 
 class Turn(AbstractContextManager[None]):
-    """The span in which one thread is inside a collective of this group. Raises TransportError if another one is."""
+    """The span in which one thread is inside a collective of this group. Raises TransportError if another one is.
+
+    Who leaves the call by Ctrl-C, or, while its data moves, by any error that is not pycomm's (of a signal handler, or
+    of a caller's codec), leaves the other ranks in the middle of it: they are told, and the group is broken.
+    """
 
     __slots__ = ("_turns", "_verb")
 
@@ -44,14 +49,24 @@ class Turn(AbstractContextManager[None]):
         if not turns.lock.acquire(blocking=False):
             raise wording.other_thread(turns.transport.place(self._verb))
         turns.holder = threading.get_ident()
+        turns.is_moving = False
+
+    def begin(self) -> None:
+        """From here on the other ranks wait for this one."""
+        self._turns.is_moving = True
+
+    def end(self) -> None:
+        """The ranks are in step again: what fails now is this one's own affair."""
+        self._turns.is_moving = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         turns = self._turns
         if isinstance(error, PycommError | KeyboardInterrupt):
             forget_locals(error)  # while the turn lasts: who closes the group waits for its end
         try:
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                turns.transport.abandon()  # the other ranks are in the middle of it, and would wait for this one
+            is_own = error is not None and not isinstance(error, PycommError)
+            if is_own and (turns.is_moving or isinstance(error, KeyboardInterrupt | SystemExit)):
+                turns.transport.abandon()
         finally:
             turns.holder = 0
             turns.lock.release()

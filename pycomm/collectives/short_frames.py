@@ -50,6 +50,7 @@ def _all_reduce(group: Group, recorder: Recorder | None, room: int, call: Any) -
             if nbytes == 0 or not (is_framed or can_be_native(tensor, op, nbytes)):
                 return False
             is_done = False
+            turn.begin()
             try:
                 seq = 0 if recorder is None else recorder.next_seq()
                 if is_framed:

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -27,31 +29,66 @@ def check_sum(ranks: int, numel: int = 5, group: Any = None) -> None:
     assert (t == 2.0 * ranks).all()
 
 
+class Alarm(Exception):
+    """What a program's own signal handler raises."""
+
+
+def raise_alarm(number: int, frame: FrameType | None) -> None:
+    raise Alarm
+
+
 def be_interrupted(rank: int, path: str) -> None:
-    check_sum(3)
-    if rank == 1:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt):
-            interrupt_once_in_a_call()
-            check_sum(3, LARGE)
-        Path(path).touch()
-        with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):  # the group is out of step, and says so
+    for handler, error in ((signal.default_int_handler, KeyboardInterrupt), (raise_alarm, Alarm)):
+        group, flag = pycomm.new_group([0, 1, 2]), Path(f"{path} by {error.__name__}")
+        check_sum(3, group=group)
+        if rank == 1:
+            signal.signal(signal.SIGINT, handler)
+            with pytest.raises(error):
+                interrupt_once_in_a_call()
+                check_sum(3, LARGE, group)
+            flag.touch()
+            with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):  # it is out of step, and says so
+                check_sum(3, group=group)
+        elif rank == 0:
+            with pytest.raises(PeerLostError, match="rank 1 .* was interrupted") as caught:  # and no timeout
+                check_sum(3, LARGE, group)
+            assert caught.value.rank == 1
+        else:  # comes later, and is told at once
+            wait_until(flag.exists)
+            with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):
+                check_sum(3, LARGE, group)
+        check_sum(3, group=pycomm.new_group([0, 1, 2], group=group))
+
+
+def fail_on_its_own(rank: int) -> None:
+    """Errors of a rank's own, before anything was sent and after everything was, leave the ranks in step."""
+    group = pycomm.get_group()
+
+    def refuse(_collective: object, is_complete: bool, *, at_the_end: bool) -> None:
+        if is_complete == at_the_end:
+            raise Alarm
+
+    for at_the_end in (False, True):
+        hook = partial(refuse, at_the_end=at_the_end)
+        group.add_data_hook(hook)
+        with pytest.raises(Alarm):
             check_sum(3)
-    elif rank == 0:
-        with pytest.raises(PeerLostError, match="rank 1 .* was interrupted") as caught:  # and no timeout
-            check_sum(3, LARGE)
-        assert caught.value.rank == 1
-    else:  # comes later, and is told at once
-        wait_until(Path(path).exists)
-        with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):
-            check_sum(3, LARGE)
-    again = pycomm.new_group([0, 1, 2])
-    check_sum(3, group=again)
+        group.remove_data_hook(hook)
+    with pytest.raises((TypeError, pycomm.ConfigError)):
+        pycomm.all_reduce("no tensor")
+    check_sum(3)
+
+
+def interrupt_and_fail(rank: int, path: str) -> None:
+    fail_on_its_own(rank)
+    be_interrupted(rank, path)
 
 
 @everywhere
-def test_ctrl_c_ends_a_blocked_call_and_the_others_are_told(transport: str, tmp_path: Path) -> None:
-    run_ranks(3, be_interrupted, str(tmp_path / "interrupted"), transport=transport)
+def test_ctrl_c_or_a_handler_that_raises_ends_a_blocked_call_and_the_others_are_told(
+    transport: str, tmp_path: Path
+) -> None:
+    run_ranks(3, interrupt_and_fail, str(tmp_path / "interrupted"), transport=transport)
 
 
 def interrupt_a_receive(rank: int) -> None:
