@@ -10,6 +10,7 @@ noticed through its pidfd, whatever it dies of.
 from __future__ import annotations
 
 import array
+import contextlib
 import hmac
 import os
 import secrets
@@ -21,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ..errors import CollectiveTimeoutError, TransportError
+from ..errors import CollectiveTimeoutError, PeerLostError, TransportError
 from ..ops import native
 from ..topology import available_cores
 from ._patience import Patience
@@ -35,6 +36,7 @@ _TOKEN_BYTES = 32
 _CPU_BYTES = 128  # a bit a CPU, for 1024 of them
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sii{_CPU_BYTES}s")  # token, rank on the host, quota in cores, CPUs
 _WELCOME = struct.Struct("<ii")  # ranks, cores that they have together
+_TOO_LATE = 0  # in place of the ranks: some did not come in time; less: one that had come died, this is its rank
 _FDS_A_MESSAGE = 200  # the kernel takes 253
 _STRANGERS = 64  # connections that say nothing and are kept waiting all the same
 
@@ -98,10 +100,9 @@ def _gather(
         listener.listen(host_ranks + _STRANGERS)
         store.set(f"{host}/socket", name.encode().hex() + ":" + token.hex())
         for connection, hello in _arrivals(listener, token, host_ranks, patience):
-            if hello.rank in peers:
-                os.close(hello.pidfd)
-                connection.close()
-                continue
+            if connection is None:
+                _give_up(peers, -hello.rank)
+                raise _lost(hello.rank, host_ranks, hello.pid)
             peers[hello.rank], pidfds[hello.rank], pids[hello.rank] = connection, hello.pidfd, hello.pid
             quotas.append(hello.quota)
             cpus |= hello.cpus
@@ -110,6 +111,7 @@ def _gather(
         else:
             missing = sorted(set(range(1, host_ranks)) - set(peers))
             if missing:
+                _give_up(peers, _TOO_LATE)
                 raise CollectiveTimeoutError(
                     f"init: local ranks {missing} of {host_ranks} on this host did not come in time; "
                     "expected all of them to call pycomm.init; check that they started, or pass a longer timeout="
@@ -131,6 +133,21 @@ def _gather(
     return SharedMemory(memory, tuple(pidfds), tuple(pids), cores)
 
 
+def _give_up(peers: dict[int, socket.socket], word: int) -> None:
+    """Tells those that have come why they wait in vain."""
+    for connection in peers.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(_WELCOME.pack(word, 0))
+
+
+def _lost(rank: int, host_ranks: int, pid: int) -> PeerLostError:
+    whose = f" (pid {pid})" if pid else ""
+    return PeerLostError(
+        f"init: local rank {rank} of {host_ranks}{whose} ended while the ranks of this host came together; see that "
+        "rank's own error, then start it, or the job, again"
+    )
+
+
 class _Hello(NamedTuple):
     """What a rank says of itself, checked."""
 
@@ -143,16 +160,22 @@ class _Hello(NamedTuple):
 
 def _arrivals(
     listener: socket.socket, token: bytes, host_ranks: int, patience: Patience
-) -> Iterator[tuple[socket.socket, _Hello]]:
-    """Yields who belongs, as they come, within ``patience``. Strangers learn nothing, and delay nobody: one that says
-    nothing is waited for beside the others, and at most ``_STRANGERS`` of them.
+) -> Iterator[tuple[socket.socket | None, _Hello]]:
+    """Yields who belongs, as they come, within ``patience``; again, with None, who has died since.
+
+    Strangers learn nothing, and delay nobody: one that says nothing is waited for beside the others, and at most
+    ``_STRANGERS`` of them.
     """
     waiting: list[socket.socket] = []
+    arrived: set[int] = set()
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
             while host_ranks > 1 and not patience.is_over():
                 for key, _ in selector.select(patience.slice_s()):
+                    if key.data is not None:
+                        yield None, key.data
+                        return
                     if key.fileobj is listener:
                         connection, _ = listener.accept()
                         if _peer(connection)[1] != os.getuid():
@@ -172,7 +195,12 @@ def _arrivals(
                     hello = _admit(connection, token, host_ranks)
                     if hello is None:
                         connection.close()
+                    elif hello.rank in arrived:
+                        os.close(hello.pidfd)
+                        connection.close()
                     else:
+                        arrived.add(hello.rank)
+                        selector.register(hello.pidfd, selectors.EVENT_READ, hello)
                         connection.settimeout(patience.left_s())
                         yield connection, hello
         finally:
@@ -221,6 +249,10 @@ def _follow(store: Store, host: str, host_rank: int, host_ranks: int, patience: 
             )
             _await(connection, patience)
             ranks, cores = _WELCOME.unpack(_read(connection, _WELCOME.size))
+            if ranks == _TOO_LATE:
+                raise TimeoutError("not all ranks of this host came in time")
+            if ranks < 0:
+                raise _lost(-ranks, host_ranks, 0)
             if ranks != host_ranks:
                 raise TransportError(
                     f"init: this host has {host_ranks} ranks by the store, {ranks} by its first rank; "
@@ -228,7 +260,12 @@ def _follow(store: Store, host: str, host_rank: int, host_ranks: int, patience: 
                 )
             pids = struct.unpack(f"<{host_ranks}i", _read(connection, 4 * host_ranks))
             memory, *pidfds = _receive_fds(connection, 1 + host_ranks)
-        except (ConnectionError, TimeoutError) as error:
+        except TimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"init: local rank {host_rank} waited {patience.timeout_s:.3g} s to join the shared memory of its "
+                f"host: {error}; see the other ranks' own errors"
+            ) from error
+        except ConnectionError as error:
             raise TransportError(
                 f"init: local rank {host_rank} could not join the shared memory of its host: {error}; "
                 "the host's first rank must be alive and of the same user"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pycomm import CollectiveTimeoutError, ConfigError, NativeUnavailableError
+from harness import server
+from pycomm import CollectiveTimeoutError, ConfigError, NativeUnavailableError, PeerLostError
 from pycomm.collectives import rendezvous
 from pycomm.collectives.rendezvous import open_store
 from pycomm.topology import LaunchInfo
+from pycomm.transport import Patience
+from pycomm.transport._handoff import _HELLO, share_memory
 from pycomm.transport._mpi_library import import_mpi
 
 LONE_OF_TWO = LaunchInfo(rank=1, world_size=2, launcher="env", sources=("RANK", "WORLD_SIZE"))
@@ -139,3 +143,38 @@ def test_mpi_without_a_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", WithoutLibrary())  # type: ignore[arg-type]
     with pytest.raises(NativeUnavailableError, match=r"cannot load an MPI library \(cannot load MPI library\)"):
         import_mpi()
+
+
+# -- the ranks of one host --------------------------------------------------------------------------------------------
+
+
+def join_all(store: dist.Store, ranks: list[int], timeout_s: float) -> list[BaseException | None]:
+    """Returns how ``ranks`` of four fare that come together in one host's memory."""
+    with ThreadPoolExecutor() as pool:
+        joining = [pool.submit(share_memory, store, "host", rank, 4, Patience(timeout_s)) for rank in ranks]
+        return [each.exception() for each in joining]
+
+
+def test_all_ranks_of_a_host_say_that_one_did_not_come_in_time() -> None:
+    errors = join_all(dist.HashStore(), [0, 1], 0.3)
+    assert all(isinstance(error, CollectiveTimeoutError) for error in errors), errors
+
+
+def come_and_die(name: bytes, token: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(name)
+        hello = _HELLO.pack(token, 1, 0, b"\1".ljust(128, b"\0"))
+        socket.send_fds(connection, [hello], [os.pidfd_open(os.getpid())])
+        os._exit(0)
+
+
+def test_a_rank_that_dies_while_its_host_comes_together_is_named_by_all_at_once() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(join_all, store, [0, 2], 500.0)
+        name, _, token = store.get("host/socket").decode().partition(":")
+        process = server().Process(target=come_and_die, args=(bytes.fromhex(name), bytes.fromhex(token)))
+        process.start()
+        errors = joining.result()
+        process.join()
+    assert all(isinstance(error, PeerLostError) and "local rank 1 of 4" in str(error) for error in errors), errors
