@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed
 
-from ..errors import CollectiveTimeoutError, ConfigError
+from ..errors import CollectiveTimeoutError, ConfigError, TransportError
 from ..topology import local_address
 from ._gloo_sockets import NOT_CORKED, Corked, deafen, tcp_sockets
 from ._torch_messages import timeout_of
+from ._wording import Failure
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from . import ConnectSpec
     from ._patience import Patience
+    from ._watch import Watch
 
-__all__ = ["Meeting", "host_of", "make_group"]
+__all__ = ["Failed", "Meeting", "come_together", "host_of", "make_group"]
+
+Failed = Callable[[Failure], TransportError]
 
 dist: Any = torch.distributed  # its stubs lack some of the names below
 
@@ -48,9 +54,27 @@ def host_of(spec: ConnectSpec) -> str | None:
     return local_address(getattr(store, "host", "127.0.0.1"))
 
 
-def make_group(meeting: Meeting) -> tuple[Any, Corked]:
-    """Returns torch's ProcessGroupGloo, and what holds back what it sends to the other ranks."""
+def come_together(meeting: Meeting) -> bool:
+    """Waits until all ranks are here; False if their time runs out. To connect those that are takes gloo no long time,
+    in which nobody can look around as well.
+    """
+    keys = [f"here{member}" for member in range(meeting.world_size)]
+    meeting.store.set(keys[meeting.rank], "1")
+    try:
+        meeting.patience.wait(meeting.store, keys)
+    except RuntimeError:  # torch's
+        return False
+    return True
+
+
+def make_group(meeting: Meeting, watch: Watch, failed: Failed) -> tuple[Any, Corked]:
+    """Returns torch's ProcessGroupGloo, and what holds back what it sends to the other ranks, who are on their way.
+
+    Raises what ``failed`` makes of it if ``watch`` sees one of them die.
+    """
     store, rank, world_size, patience, host = meeting
+    # Their processes alone: gloo waits in the store, which answers nobody else until that ends.
+    patience = patience.looking(partial(_check, watch.without_word(), failed))
     if not dist.is_gloo_available():
         raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
     options = dist.ProcessGroupGloo._Options()
@@ -72,6 +96,12 @@ def make_group(meeting: Meeting) -> tuple[Any, Corked]:
     connections = tcp_sockets().connected - others.connected
     # If there are more, another thread has connected to something meanwhile.
     return group, Corked(connections) if len(connections) == world_size - 1 else NOT_CORKED
+
+
+def _check(watch: Watch, failed: Failed) -> None:
+    failure = watch.look(0)
+    if failure is not None:
+        raise failed(failure)
 
 
 def _device(host: str | None) -> Any:

@@ -19,6 +19,7 @@ from ._watch import Message
 from .base import Request
 
 if TYPE_CHECKING:
+    from ._patience import Look
     from .mpi import MpiTransport
 
 __all__ = ["MpiMessages"]
@@ -128,19 +129,40 @@ class MpiMessages:
         for request in requests:
             request.wait(timeout_s)
 
-    def meet(self, ranks: Sequence[int]) -> None:
-        """Returns once all of ``ranks``, which include this one, have called it: the first is told, and answers."""
-        tag, token = self._transport.largest_tag - 1, torch.empty(0, dtype=torch.uint8, device="cpu")
+    def meet(self, ranks: Sequence[int], key: int, look: Look) -> None:
+        """Returns once all of ``ranks``, which include this one, have called it with ``key``, another one each time:
+        the first is told, and answers. ``look`` raises what ends it earlier.
+        """
         first, others = ranks[0], list(ranks[1:])
         if self._transport.rank == first:
-            self._meet([self._start_receive(token, other, tag) for other in others])
-            self._meet([self._start_send(token, other, tag) for other in others])
+            self._hear(others, key, look)
+            self._tell(others, key, look)
         else:
-            self._meet([self._start_receive(token, first, tag), self._start_send(token, first, tag)])
+            self._tell([first], key, look)
+            self._hear([first], key, look)
 
-    def _meet(self, requests: Sequence[Request]) -> None:
-        for request in requests:  # not as messages: who watches meanwhile numbers the ranks in another way
-            self._transport.wait_until(request.test, None, "making a group")
+    def _tell(self, peers: Sequence[int], key: int, look: Look) -> None:
+        word = torch.tensor([key], dtype=torch.int64, device="cpu").view(torch.uint8)
+        for send in [self._start_send(word, peer, self._transport.largest_tag - 1) for peer in peers]:
+            self._transport.wait_until(send.test, None, "new_group", look=look)
+
+    def _hear(self, peers: Sequence[int], key: int, look: Look) -> None:
+        """Waits for the word of each; passes over those of meetings that were given up."""
+        for peer in peers:
+            word = torch.zeros(1, dtype=torch.int64, device="cpu")
+            while word.item() != key:
+                receive = self._start_receive(word.view(torch.uint8), peer, self._transport.largest_tag - 1)
+                try:
+                    self._transport.wait_until(receive.test, None, "new_group", look=look)
+                except BaseException:
+                    self._withdraw(receive)
+                    raise
+
+    def _withdraw(self, receive: _Receive) -> None:
+        """Sees to it that a receive which nobody waits for takes no message that comes later."""
+        with self._due_lock:
+            if receive in self._due:
+                self._due.remove(receive)
 
     def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> _Send:
         transport = self._transport

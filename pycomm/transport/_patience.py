@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from copy import copy
 from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
@@ -32,7 +33,13 @@ class Patience:
     def __init__(self, timeout_s: float, look: Look | None = None) -> None:
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
-        self._look = look
+        self._looks = () if look is None else (look,)
+
+    def looking(self, look: Look) -> Patience:
+        """Returns one with the same deadline that looks around by ``look``, too."""
+        other = copy(self)
+        other._looks = (*self._looks, look)
+        return other
 
     def left_s(self) -> float:
         """Returns how long there is to wait yet; more than 0 even where the deadline has passed."""
@@ -44,14 +51,14 @@ class Patience:
 
     def slice_s(self) -> float:
         """Looks around, and returns how long to wait before the next time. Raises what ``look`` raises."""
-        if self._look is None:
+        if not self._looks:
             return self.left_s()
         self._look()
         return min(self.left_s(), _SLICE_S)
 
     def wait(self, store: Store, keys: Sequence[str]) -> None:
         """Returns once all ``keys`` are in ``store``; raises what the store does at the deadline, or if it is gone."""
-        while self._look is not None and not self.is_over():
+        while self._looks and not self.is_over():
             self._look()
             if store.check(list(keys)):
                 return
@@ -63,7 +70,7 @@ class Patience:
 
         If that ends the wait the thread stays behind, until ``joining`` gives up by itself.
         """
-        if self._look is None:
+        if not self._looks:
             return joining()
         outcome: Future[T] = Future()
 
@@ -77,3 +84,7 @@ class Patience:
         while not wait([outcome], self.slice_s()).done:
             pass
         return outcome.result()
+
+    def _look(self) -> None:
+        for look in self._looks:
+            look()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed
 
-from ..errors import NativeUnavailableError
+from ..errors import CollectiveTimeoutError, NativeUnavailableError
 from ..ops import native
 from ..topology import host_id
 from ._patience import Patience
@@ -134,10 +134,19 @@ class Watch:
 
     @classmethod
     def connect(cls, store: Store, rank: int, world_size: int, patience: Patience) -> Watch:
-        """Tells the others which process this is, and learns theirs. Called by every rank."""
+        """Tells the others which process this is, and learns theirs. Called by every rank.
+
+        Raises CollectiveTimeoutError if one does not come within ``patience``.
+        """
         keys = [f"process{member}" for member in range(world_size)]
         store.set(keys[rank], json.dumps(_this_process()))
-        patience.wait(store, keys)
+        try:
+            patience.wait(store, keys)
+        except RuntimeError as error:  # torch's
+            raise CollectiveTimeoutError(
+                f"init on rank {rank} of {world_size}: the others did not come to connect within "
+                f"{patience.timeout_s:.3g} s; see their own errors ({str(error).partition(chr(10))[0]})"
+            ) from error
         can_multi_get = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
         told = store.multi_get(keys) if can_multi_get else [store.get(key) for key in keys]
         members = []
@@ -156,6 +165,11 @@ class Watch:
         members = [self._ranks[member] for member in ranks] if self._ranks else ()
         store = self._store
         return Watch(self._processes, members, rank, None if store is None else _part(store, key))
+
+    def without_word(self) -> Watch:
+        """Returns one that sees the same processes and asks no store: for while another thread waits in that."""
+        members = self._ranks if self._members else ()
+        return Watch(self._processes, members, self._rank, None)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

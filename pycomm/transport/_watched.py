@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import CollectiveTimeoutError, PeerLostError
 from . import _wording as wording
 from .base import Request, Transport
 
@@ -64,6 +66,37 @@ class WatchedTransport(Transport):
         failure = self.watch.look(self.calls, message)
         if failure is not None and not is_done():
             raise self.failed(doing, failure)
+
+    @contextlib.contextmanager
+    def making(self, theirs: Watch, rank: int) -> Iterator[None]:
+        """The span in which a group is made whose watch is ``theirs``: tells its ranks if this one, ``rank`` there,
+        gives up.
+        """
+        try:
+            yield
+        except PeerLostError:
+            raise
+        except BaseException as error:  # Ctrl-C, too: while they make it they may not look into this group's word
+            theirs.announce("timeout" if isinstance(error, CollectiveTimeoutError) else "interrupted", rank, 0)
+            raise
+
+    def check_members(self, ranks: Sequence[int], theirs: Watch, own: Watch | None) -> None:
+        """Looks around once while ``ranks`` make a group of theirs: raises what has ended that.
+
+        ``theirs`` is the watch of the new group, ``own`` that of this one if it was whole when they began.
+        """
+        failure = theirs.look(0)
+        if failure is not None:
+            if own is not None and failure.kind == "interrupted":  # in a call of this group, which is not whole either
+                own.announce(failure.kind, ranks[failure.rank], self.calls)
+            raise self.failed_member(ranks, failure)
+        failure = None if own is None else own.look(self.calls)
+        if failure is not None and failure.rank in ranks:  # else it has lost a rank that the new one does without
+            raise self.failed("new_group", failure)
+
+    def failed_member(self, ranks: Sequence[int], failure: wording.Failure) -> TransportError:
+        """Returns the error of making a group of ``ranks``, which ``failure``, by its rank there, has ended."""
+        return self.failed("new_group", failure._replace(rank=ranks[failure.rank]))
 
     def check_whole(self, doing: str) -> None:
         """Raises what broke the group, if that is known already."""

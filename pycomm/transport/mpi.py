@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from . import _wording as wording
 from ._mpi_frames import FrameSwap, FrameSwaps, frame_bytes_for
 from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
-from ._patience import Patience
+from ._patience import Look, Patience
 from ._watch import SLICE_S, Message, Watch
 from ._watched import Lateness, WatchedTransport
 
@@ -201,16 +202,14 @@ class MpiTransport(WatchedTransport):
         watch = self.watch.split(ranks, rank, f"split{key}/{list(ranks)}")
         # MPI has no way to make a communicator without blocking. Once all members are here it does not block for long.
         # It is the new group's watch that looks: this group may be broken, and the new one be made of those who live.
-        broken, self.watch = self.watch, watch
-        try:
-            self._messages.meet(ranks)
-        finally:
-            self.watch = broken
-        try:
-            members = comm.Get_group().Incl(list(ranks))
-            child = comm.Create_group(members, key % (self.largest_tag + 1))
-        except self.mpi.Exception as error:
-            raise self.error_of(error, f"making a communicator of ranks {list(ranks)}") from error
+        look = partial(self.check_members, ranks, watch, None if self.is_broken else self.watch)
+        with self.making(watch, rank):
+            self._messages.meet(ranks, key, look)
+            try:
+                members = comm.Get_group().Incl(list(ranks))
+                child = comm.Create_group(members, key % (self.largest_tag + 1))
+            except self.mpi.Exception as error:
+                raise self.error_of(error, f"making a communicator of ranks {list(ranks)}") from error
         return MpiTransport(child, self.timeout_s, watch)
 
     def close(self) -> None:
@@ -258,11 +257,17 @@ class MpiTransport(WatchedTransport):
             raise self.error_of(error, doing) from error
 
     def wait_until(
-        self, is_done: Callable[[], bool], timeout_s: float | None, doing: str, message: Message | None = None
+        self,
+        is_done: Callable[[], bool],
+        timeout_s: float | None,
+        doing: str,
+        message: Message | None = None,
+        look: Look | None = None,
     ) -> None:
         """Polls ``is_done`` and the receives that are due; see [Note: waiting for MPI].
 
-        ``message`` is what it waits for, its peer -1 for one from anyone; None in a collective.
+        ``message`` is what it waits for, its peer -1 for one from anyone; None in a collective. ``look`` looks around
+        where a group is made, which leaves this one whole.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
@@ -274,11 +279,15 @@ class MpiTransport(WatchedTransport):
                 if next_look_s == SLICE_S:
                     self.watch.start_wait()
                 next_look_s = waited_s + SLICE_S
-                self.check(doing, message, is_done)
+                if look is None:
+                    self.check(doing, message, is_done)
+                else:
+                    look()
             if waited_s > limit_s:
-                if message is None:
+                breaks = message is None and look is None
+                if breaks:
                     self.watch.announce("timeout", self.rank, self.calls)
-                raise wording.timed_out(self.place(doing), limit_s, is_broken=message is None)
+                raise wording.timed_out(self.place(doing), limit_s, is_broken=breaks)
             _idle(waited_s)
 
     def failed(self, doing: str, failure: wording.Failure) -> TransportError:

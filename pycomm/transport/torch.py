@@ -24,7 +24,7 @@ import torch.distributed
 from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
 from . import _wording as wording
-from ._gloo_group import Meeting, host_of, make_group
+from ._gloo_group import Failed, Meeting, come_together, host_of, make_group
 from ._gloo_sockets import NOT_CORKED
 from ._patience import Patience
 from ._torch_exchange import PostedExchange
@@ -251,9 +251,14 @@ class TorchTransport(WatchedTransport):
         names = "-".join(str(rank) for rank in ranks)
         name = f"split{key}/{names}"
         rank = list(ranks).index(self.rank)
-        store = dist.PrefixStore(name, self._store)
-        meeting = Meeting(store, rank, len(ranks), Patience(self.timeout_s), self._host)
-        return _join(meeting, self.watch.split(ranks, rank, name))
+        store, watch = dist.PrefixStore(name, self._store), self.watch.split(ranks, rank, name)
+        patience = Patience(self.timeout_s)
+        look = partial(self.check_members, ranks, watch, None if self.is_broken else self.watch)
+        meeting = Meeting(store, rank, len(ranks), patience.looking(look), self._host)
+        with self.making(watch, rank):
+            if not come_together(meeting):
+                raise wording.timed_out(self.place("new_group"), patience.timeout_s, is_broken=False)
+            return _join(meeting._replace(patience=patience), watch, partial(self.failed_member, ranks))
 
     def close(self) -> None:
         if self.group is not None:
@@ -401,11 +406,12 @@ def connect(spec: ConnectSpec) -> TorchTransport:
     """Joins the ranks by a gloo group of their own that meets in ``spec.store``."""
     patience = Patience(spec.timeout_s, spec.look)
     meeting = Meeting(spec.store, spec.rank, spec.world_size, patience, host_of(spec))
-    return _join(meeting, Watch.connect(spec.store, spec.rank, spec.world_size, patience))
+    watch = Watch.connect(spec.store, spec.rank, spec.world_size, patience)
+    return _join(meeting, watch, partial(wording.failed, f"init on rank {spec.rank} of {spec.world_size}"))
 
 
-def _join(meeting: Meeting, watch: Watch) -> TorchTransport:
-    group, corked = make_group(meeting)
+def _join(meeting: Meeting, watch: Watch, failed: Failed) -> TorchTransport:
+    group, corked = make_group(meeting, watch, failed)
     transport = TorchTransport(group, meeting.store, meeting.patience.timeout_s, meeting.host, watch)
     transport.corked = corked
     return transport

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from laws import EVERYWHERE, MPI, RANKS, TRANSPORTS, VICTIM, check_sum, survive, victim_of
 
 import pycomm
-from harness import run_ranks
+from harness import run_ranks, wait_until
 from pycomm import PeerLostError
 from pycomm.fault import fail_at, inject
 
@@ -65,3 +71,51 @@ def lose_a_partner(rank: int) -> None:
 @pytest.mark.parametrize("transport", EVERYWHERE)
 def test_a_plan_and_a_message_with_a_dead_rank_raise(transport: str) -> None:
     run_ranks(3, lose_a_partner, transport=transport, casualties=[VICTIM])
+
+
+def end_while_a_group_is_made(rank: int) -> None:
+    """A rank ends once the ranks have agreed to make a group; the others name it as the old group numbers it."""
+    check_sum()
+    if rank == VICTIM:
+        pycomm.get_group().transport.split = lambda *_: os._exit(9)  # type: ignore[method-assign]
+    if rank == 0:
+        assert not pycomm.new_group([1, 2, 3]), "it is no member, and needs nobody"
+    else:
+        with pytest.raises(PeerLostError, match=f"new_group .*rank {VICTIM}") as caught:  # and no timeout
+            pycomm.new_group([1, 2, 3])
+        assert caught.value.rank == VICTIM
+    check_sum(pycomm.new_group([0, 1, 3]))
+
+
+@pytest.mark.parametrize("transport", [param for param in TRANSPORTS + MPI if param.values[0] != "shm"])
+def test_a_rank_that_ends_while_a_group_is_made_is_named(transport: str) -> None:
+    run_ranks(RANKS, end_while_a_group_is_made, transport=transport, casualties=[VICTIM])
+
+
+def be_interrupted_while_a_group_is_made(rank: int, path: str) -> None:
+    """One rank comes late to the making of a group, another is interrupted as it waits for it."""
+    check_sum()
+    transport = pycomm.get_group().transport
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pycomm.new_group([0, 1])
+        Path(path).touch()
+    else:
+        split = transport.split
+
+        def come_late(*arguments: Any) -> Any:
+            wait_until(Path(path).exists)
+            return split(*arguments)
+
+        transport.split = come_late  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError, match="rank 0 .* was interrupted"):
+            pycomm.new_group([0, 1])
+        transport.split = split  # type: ignore[method-assign]
+    check_sum(pycomm.new_group([0, 1]))
+
+
+@pytest.mark.parametrize("transport", [param for param in TRANSPORTS + MPI if param.values[0] != "shm"])
+def test_ctrl_c_while_a_group_is_made_ends_it_for_all(transport: str, tmp_path: Path) -> None:
+    run_ranks(2, be_interrupted_while_a_group_is_made, str(tmp_path / "interrupted"), transport=transport)

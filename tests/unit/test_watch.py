@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from pycomm import CollectiveTimeoutError
+from pycomm.transport import Patience
 from pycomm.transport._watch import Message, Watch, _Processes
 
 TAG = 7
@@ -41,6 +43,11 @@ def test_a_message_that_was_sent_is_awaited_though_its_sender_has_left() -> None
         assert asked(mine, 0, Message(1, TAG)) is None
         mine.receive(1, TAG)
     assert asked(mine, 0, Message(1, TAG)) == "closed"
+
+
+def test_who_waits_in_vain_to_connect_says_so() -> None:
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 of 2: .* did not come to connect within 0.05 s"):
+        Watch.connect(dist.HashStore(), 1, 2, Patience(0.05))
 
 
 class ClosingStore:
