@@ -32,6 +32,7 @@ from ..ops import native
 from ..topology import host_id
 from ._patience import Patience
 from ._wording import NO_STATUS, Failure
+from .base import ANNOUNCEMENT_TAG
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -277,10 +278,12 @@ class Watch:
             if store is None or not store.check(["news"]):
                 return self.failure
             self.failure = self.failure or _told(store)
-            for rank in range(len(self._ranks)):
-                word = None if rank == self._rank else _last_word(store, rank)
+            words = {rank: _last_word(store, rank) for rank in range(len(self._ranks)) if rank != self._rank}
+            for rank, word in words.items():
                 if self.failure is None and word is not None and self._is_short(word, rank, call, message):
-                    self.failure = Failure("closed", rank, self._members[rank].pid if self._members else 0)
+                    self.failure = self._closed(rank)
+            if self.failure is None and message is not None and self._is_vain(words, message):
+                self.failure = self._closed(min(words))
         except RuntimeError:  # the store has gone with the process that kept it; the pidfds remain
             self._store = None
         return self.failure
@@ -291,12 +294,26 @@ class Watch:
             return True
         if message is None or message.peer != rank:
             return False
-        place = rank, message.tag % _TAGS
-        mine = f"{self._rank}/{place[1]}"
         if message.is_sent:
-            return word.received.get(mine, 0) <= message.order
+            return word.received.get(f"{self._rank}/{message.tag % _TAGS}", 0) <= message.order
+        return self._has_all(word, rank, message.tag)
+
+    def _is_vain(self, words: dict[int, _LastWord | None], message: Message) -> bool:
+        """Says whether ``message``, from any rank, will not come: all have closed the group, by their last ``words``,
+        and what they sent is here. A transport's standing receive for announcements is not owed any.
+        """
+        if message.peer >= 0 or message.tag == ANNOUNCEMENT_TAG or not words:
+            return False
+        return all(word is not None and self._has_all(word, rank, message.tag) for rank, word in words.items())
+
+    def _has_all(self, word: _LastWord, rank: int, tag: int) -> bool:
+        """Says whether all messages are here that ``rank`` had sent, by its last word, with this tag."""
+        place = rank, tag % _TAGS
         with self.counting:
-            return word.sent.get(mine, 0) <= self._received[place]
+            return word.sent.get(f"{self._rank}/{place[1]}", 0) <= self._received[place]
+
+    def _closed(self, rank: int) -> Failure:
+        return Failure("closed", rank, self._members[rank].pid if self._members else 0)
 
     def _owes(self, rank: int, call: int, message: Message | None) -> bool:
         """Says the same of a rank that is dead, and may have closed the group in good order."""

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import pycomm
 from harness import run_ranks, transport_params, wait_until
-from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError
 from pycomm.collectives.context import default_group
 from pycomm.transport import Transport
 from pycomm.transport._torch_messages import PlainMessages
@@ -217,3 +218,19 @@ def test_plain_messages() -> None:
 @pytest.mark.parametrize("transport", WRAPPERS)
 def test_messages_of_a_rank_alone(transport: str) -> None:
     run_ranks(1, exchange_everything, transport=transport)
+
+
+def receive_from_those_who_leave(rank: int) -> None:
+    """What they sent is received; for what nobody is left to send there is an error, and no timeout."""
+    if rank > 0:
+        pycomm.send(torch.full((300,), float(rank)), 0)
+        return
+    got = torch.zeros(300)
+    assert {pycomm.recv(got), pycomm.recv(got)} == {1, 2}
+    with pytest.raises(PeerLostError, match="from any rank .* has closed the group"):
+        pycomm.recv(got)
+
+
+@pytest.mark.parametrize("transport", WRAPPERS)
+def test_a_receive_from_any_rank_ends_when_all_have_left(transport: str) -> None:
+    run_ranks(3, receive_from_those_who_leave, transport=transport)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from pycomm import CollectiveTimeoutError
 from pycomm.transport import Patience
 from pycomm.transport._watch import Message, Watch, _Processes
+from pycomm.transport.base import ANNOUNCEMENT_TAG
 
 TAG = 7
 
@@ -43,6 +44,19 @@ def test_a_message_that_was_sent_is_awaited_though_its_sender_has_left() -> None
         assert asked(mine, 0, Message(1, TAG)) is None
         mine.receive(1, TAG)
     assert asked(mine, 0, Message(1, TAG)) == "closed"
+
+
+def test_a_message_from_any_rank_is_awaited_until_all_have_left_and_nothing_is_on_its_way() -> None:
+    mine, second, third = watches(3)
+    anybody = Message(-1, TAG)
+    second.close(0)
+    assert asked(mine, 0, anybody) is None
+    third.send(0, TAG)
+    third.close(0)
+    assert asked(mine, 0, anybody) is None
+    mine.receive(2, TAG)
+    assert asked(mine, 0, Message(-1, ANNOUNCEMENT_TAG)) is None, "which nobody waits for in earnest"
+    assert asked(mine, 0, anybody) == "closed"
 
 
 def test_who_waits_in_vain_to_connect_says_so() -> None:
