@@ -58,7 +58,7 @@ wheel: setup
 	$(bin)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf build dist *.egg-info pycomm/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info pycomm/*.so $(VENV)/.stamp-built .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Three stamps, each redone only when what it depends on has changed: the environment, its packages, the native build.
 setup: $(VENV)/.stamp-built

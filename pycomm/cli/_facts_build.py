@@ -16,7 +16,11 @@ from ._facts import Fact
 __all__ = ["built", "cuda"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
-REBUILD = "pip install -e . --no-build-isolation (in a checkout), or pip install --force-reinstall --no-deps pycomm"
+# A path, not the name: on PyPI that is another project's.
+REBUILD = (
+    "pip install -e . --no-build-isolation (in a checkout), or "
+    "pip install --force-reinstall --no-deps PATH-OF-CHECKOUT-OR-WHEEL"
+)
 
 
 def built() -> list[Fact]:

@@ -24,5 +24,5 @@ def native() -> ModuleType:
         raise NativeUnavailableError(
             f"pycomm's native core {what}: expected the module pycomm._native, got {type(error).__name__}: {error}. "
             "Build it with `pip install -e . --no-build-isolation` in a checkout (needs a C++ compiler), or install "
-            "the package again with `pip install --force-reinstall --no-deps pycomm`."
+            "the package again with `pip install --force-reinstall --no-deps PATH-OF-CHECKOUT-OR-WHEEL`."
         ) from error

@@ -102,3 +102,9 @@ assert importlib.util.find_spec("torch") is None and "torch" not in sys.modules
 print(module.__name__)
 """
     assert run(bare_python, "-I", "-c", code, cwd=tmp_path) == "pycomm._native\n"
+
+
+def test_what_is_cleaned_is_built_again() -> None:
+    """The native modules go, so the mark that says that they are built goes too."""
+    make = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pycomm/*.so" in make.stdout and "/.stamp-built" in make.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -40,6 +41,7 @@ except NativeUnavailableError as error:
     assert result.returncode == 0, result.stderr
     assert reason in result.stdout
     assert "pip install" in result.stdout
+    assert not re.search(r"pip install [^`]*\bpycomm\b", result.stdout), "PyPI's pycomm is another project's"
 
 
 @pytest.mark.parametrize(("error", "reason"), [(MISSING, "not built"), (BROKEN, "broken: ImportError")])
@@ -49,5 +51,6 @@ def test_doctor_names_the_remedy(error: str, reason: str) -> None:
     report = json.loads(result.stdout)
     assert report["built"]["native core"] is None
     assert reason in report["hints"]["built.native core"]
-    assert "pip install" in report["hints"]["built.native core"]
+    hint = report["hints"]["built.native core"]
+    assert "pip install" in hint and "--no-deps pycomm" not in hint, "PyPI's pycomm is another project's"
     assert report["versions"]["torch"] and report["host"]["cores"] >= 1
