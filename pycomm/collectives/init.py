@@ -25,6 +25,7 @@ from .board import disown_boards, keep_boards, leave_boards, new_boards
 from .context import NON_MEMBER, NonMember, default_group, is_non_member, resolve, state
 from .exchange import exchange_hosts
 from .group import Group
+from .last_words import leave_last_words_of_uncaught_errors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -367,6 +368,7 @@ def _set_exit_handlers() -> None:
     if not _has_exit_handlers:
         _has_exit_handlers = True
         atexit.register(finalize)
+        leave_last_words_of_uncaught_errors()
         os.register_at_fork(after_in_child=_disown)
 
 

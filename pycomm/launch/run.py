@@ -3,6 +3,12 @@
 All options of ``torchrun`` are understood. What differs: ``-n`` is short for ``--nproc-per-node``; on one host the
 ranks meet in a file without a name, and nothing listens (``_loopback.py``); OMP_NUM_THREADS shares out the cores; ranks
 that outnumber them share a session (``_session.py``); the exit code is that of the rank that failed first.
+
+[Note: who failed first]
+torch's launcher looks at its ranks ten times a second, and knows when one failed to a second. When it looks, a rank may
+have ended and others of its loss; then it ends the rest by SIGTERM. So not the first is who ended by that (unless it was
+seen first, before any was sent), nor whose last words are a PeerLostError (``collectives/last_words.py`` writes those
+down). Of the others a signal counts before an exit code: a program may handle the loss of a rank, and exit.
 """
 
 from __future__ import annotations
@@ -14,12 +20,16 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, TransportError
+from ..errors import ConfigError, PeerLostError, TransportError
 from ..topology import available_cores
 from ._session import one_session
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["parse_arguments", "run_job"]
 
@@ -59,7 +69,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def run_job(arguments: Sequence[str]) -> int:
     """Runs the job of the command line ``arguments`` to its end and returns its exit code.
 
-    That is 0, or the exit code of the rank that failed first, 128 + the signal if one ended it. Raises ConfigError for
+    That is 0, or the exit code of the rank that failed first, 128 + the signal if one ended it; of one of the ranks that
+    failed where it cannot be told which was the first. Raises ConfigError for
     settings that cannot be used, TransportError if the hosts of the job do not find each other.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -85,9 +96,9 @@ def run_job(arguments: Sequence[str]) -> int:
                 stack.enter_context(one_session())
             run(settings)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"pycomm run: rank {rank} (pid {failure.pid}) {_ending(failure.exitcode)}", file=sys.stderr)
-        return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+        text, code = _describe(error.failures)
+        print(f"pycomm run: {text}; the other ranks were ended", file=sys.stderr)
+        return code
     except SignalException as error:  # somebody ended the launcher; it has ended the ranks
         return 128 + int(error.sigval)
     except RendezvousError as error:
@@ -98,11 +109,34 @@ def run_job(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _ending(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"failed first, with exit code {exit_code}; the other ranks were ended"
+def _describe(failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
+    """Returns what is said of ``failures``, by rank in the order in which they were seen, and the job's exit code."""
+    seen_first = next(iter(failures))
+    causes = [
+        rank
+        for rank, failure in failures.items()
+        if not _has_lost_another(failure) and (rank == seen_first or failure.exitcode != -signal.SIGTERM)
+    ]
+    causes = [rank for rank in causes if failures[rank].exitcode < 0] or causes
+    first = failures[causes[0] if causes else seen_first]
+    code = int(first.exitcode) if first.exitcode > 0 else 128 - int(first.exitcode)
+    if len(causes) == 1:
+        how = "failed first, with" if first.exitcode > 0 else "was the first to end, by"
+        return f"rank {causes[0]} (pid {first.pid}) {how} {_status(first)}", code
+    ends = [f"rank {rank} (pid {failures[rank].pid}) by {_status(failures[rank])}" for rank in causes or failures]
+    return f"which rank failed first cannot be told: {', '.join(ends)}", code
+
+
+def _has_lost_another(failure: ProcessFailure) -> bool:
+    message: Any = failure.message  # a dict if there is an error file
+    return isinstance(message, dict) and str(message.get("message")).startswith(PeerLostError.__name__)
+
+
+def _status(failure: ProcessFailure) -> str:
+    if failure.exitcode >= 0:
+        lost = " as it had lost another rank" if _has_lost_another(failure) else ""
+        return f"exit code {failure.exitcode}{lost}"
     try:
-        name = signal.Signals(-exit_code).name
+        return signal.Signals(-failure.exitcode).name
     except ValueError:
-        name = f"signal {-exit_code}"
-    return f"was the first to end, by {name}; the other ranks were ended"
+        return f"signal {-failure.exitcode}"

@@ -196,6 +196,50 @@ def test_exit_code_is_that_of_the_rank_that_failed(how: str, exit_code: int, wor
     assert re.search(rf"pycomm run: rank 1 \(pid \d+\) .*{words}", done.stderr)
 
 
+def test_who_lost_a_rank_is_not_taken_for_the_first_to_fail() -> None:
+    for _ in range(2):  # now one, now the other is seen first
+        done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), "lost", "shm"])
+        assert "PeerLostError" in done.stderr and done.returncode == 7, done.stderr
+        assert re.search(r"pycomm run: rank 1 \(pid \d+\) failed first, with exit code 7", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ({0: (1, True), 1: (7, False)}, 7, "rank 1 (pid 101) failed first, with exit code 7"),
+        ({0: (3, False), 1: (-9, False)}, 137, "rank 1 (pid 101) was the first to end, by SIGKILL"),
+        ({1: (3, False), 0: (-15, False)}, 3, "rank 1 (pid 101) failed first, with exit code 3"),
+        ({1: (-15, False), 0: (1, True)}, 143, "rank 1 (pid 101) was the first to end, by SIGTERM"),
+        (
+            {0: (2, False), 2: (3, False)},
+            2,
+            "which rank failed first cannot be told: rank 0 (pid 100) by exit code 2, rank 2 (pid 102) by exit code 3",
+        ),
+        (
+            {0: (1, True), 1: (-15, False)},
+            1,
+            "which rank failed first cannot be told: "
+            "rank 0 (pid 100) by exit code 1 as it had lost another rank, rank 1 (pid 101) by SIGTERM",
+        ),
+    ],
+)
+def test_the_first_to_fail_is_named_only_where_it_can_be_told(
+    ends: dict[int, tuple[int, bool]], code: int, said: str, tmp_path: Path
+) -> None:
+    """``ends`` has the exit code of each rank in the order in which it was seen, and whether it lost another rank."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from pycomm.launch.run import _describe
+
+    lost = {"message": {"message": "PeerLostError: rank 1 is gone", "extraInfo": {"timestamp": "1"}}}
+    (tmp_path / "lost.json").write_text(json.dumps(lost), encoding="utf-8")
+    failures = {
+        rank: ProcessFailure(rank, 100 + rank, exit_code, str(tmp_path / ("lost.json" if is_lost else "none")))
+        for rank, (exit_code, is_lost) in ends.items()
+    }
+    assert _describe(failures) == (said, code)
+
+
 def test_pycomm_run_restarts_the_ranks() -> None:
     """Two attempts lose a rank by SIGKILL; the third reduces, at a store that knows nothing of them."""
     command = [sys.executable, "-m", "pycomm", "run", "-n", "2", "--max-restarts=2", "--monitor-interval=0.05"]

@@ -1,5 +1,6 @@
 """A job whose last rank ends early by ``raise``, ``exit`` (code 7) or ``kill``, while the others wait.
 
+With ``lost`` rank 1 ends with code 7, and the others, which lose it in an all_reduce, right afterwards.
 With ``twice`` it is killed in the first two attempts, and in the third all end well. To ``exit`` and to be killed takes
 no pycomm, nor torch, which is seconds to import.
 """
@@ -31,6 +32,11 @@ def main() -> None:
         assert tensor.eq(group.world_size).all()
         print(f"attempt {attempt}: right", flush=True)
         return
+    if how == "lost":
+        pycomm.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            sys.exit(7)
+        pycomm.all_reduce(torch.ones(3))  # of which rank 0 ends as well, before the launcher looks
     if group.rank == group.world_size - 1:
         if how == "raise":
             raise ValueError("rank with a bug")
