@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..engines.planning.parallelism import Option, ParallelismPlan
 
 __all__ = ["main", "parse_count"]
@@ -170,28 +172,40 @@ def _title(plan: ParallelismPlan) -> str:
 
 
 def _show(plan: ParallelismPlan, shown: Sequence[Option]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, Group
 
-    from .plan.predict import duration
+    from ..monitor._tables import FirstThatFits
 
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    table = Table(title=_title(plan), title_justify="left", box=None, header_style="dim")
+    console.print(_title(plan), style="italic")
+    whole, figures = _table(plan, shown, has_reasons=True), _table(plan, shown, has_reasons=False)
+    reasons = [f"{option.layout}: {option.reason}" for option in shown if option.reason]
+    console.print(FirstThatFits(whole, Group(figures, *reasons)))
+    if len(shown) < len(plan.options):
+        console.print(f"and {len(plan.options) - len(shown)} more: --all", style="dim")
+    if plan.chosen is None:
+        console.print("nothing fits: more ranks, more memory a rank, or a smaller micro-batch", style="red")
+
+
+def _table(plan: ParallelismPlan, shown: Sequence[Option], has_reasons: bool) -> Table:
+    from ..monitor._tables import FittingTable
+    from .plan.predict import duration
+
+    table = FittingTable(dispensable=("bubble", "activations", "state"))
+    table.header_style = "dim"
     for name in ("layout", "GiB", "state", "activations", "step", "computing", "messages", "bubble"):
-        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
-    table.add_column("why")
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    if has_reasons:
+        table.add_column("why")
     for option in shown:
         held, taken = option.memory, option.time
         state = held.parameters + held.gradients + held.optimizer + held.gathered
         nbytes = (f"{each / 2**30:.2f}" for each in (held.total, state, held.activations))
         times = (taken.total_s, taken.compute_s, taken.data_s + taken.tensor_s, taken.bubble_s)
         style = "bold green" if option is plan.chosen else "" if option.fits else "dim"
-        table.add_row(str(option.layout), *nbytes, *map(duration, times), option.reason, style=style)
-    console.print(table)
-    if len(shown) < len(plan.options):
-        console.print(f"and {len(plan.options) - len(shown)} more: --all", style="dim")
-    if plan.chosen is None:
-        console.print("nothing fits: more ranks, more memory a rank, or a smaller micro-batch", style="red")
+        why = [option.reason] if has_reasons else []
+        table.add_row(str(option.layout), *nbytes, *map(duration, times), *why, style=style)
+    return table
 
 
 def _draw(plan: ParallelismPlan, shown: Sequence[Option], path: Path) -> None:
@@ -204,7 +218,7 @@ def _draw(plan: ParallelismPlan, shown: Sequence[Option], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(11, 0.8 + 0.34 * len(shown)), layout="constrained", sharey=True
+        1, 2, figsize=(11, max(2.4, 0.8 + 0.34 * len(shown))), layout="constrained", sharey=True
     )
     labels = [str(option.layout) for option in shown]
     before_bytes, before_s = [0.0] * len(shown), [0.0] * len(shown)

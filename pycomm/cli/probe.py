@@ -26,12 +26,13 @@ __all__ = ["heat_map", "main"]
 
 def heat_map(title: str, matrix: Sequence[Sequence[float]], is_low_good: bool) -> Table:
     """Returns a table of ranks by ranks whose cells go from green (the best link) to red (the worst)."""
-    from rich.table import Table
     from rich.text import Text
+
+    from ..monitor._tables import FittingTable
 
     values = [value for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j]
     low, high = min(values, default=0.0), max(values, default=1.0)
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = FittingTable(title)
     table.add_column("rank", justify="right")
     for rank in range(len(matrix)):
         table.add_column(str(rank), justify="center", min_width=8)

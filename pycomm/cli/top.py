@@ -85,13 +85,13 @@ def _step_us(board: Board) -> float:
 
 
 def _ranks_table(job: Job, reports: dict[int, StragglerReport], rates: Rates) -> Table:
-    from rich.table import Table
+    from ..monitor._tables import FittingTable
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("rank", "pid", "process", "group", "call", "for", "waits for"):
-        table.add_column(name, no_wrap=True)
-    for name in ("calls/s", "in calls", "late, us", "last in"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = FittingTable(dispensable=("last\nin", "pid", "calls/s", "process"), folded={"group": 12, "call": 17})
+    for name in ("rank", "pid", "process", "group", "call", "for", "waits\nfor"):
+        table.add_column(name)
+    for name in ("calls/s", "in\ncalls", "late\nus", "last\nin"):
+        table.add_column(name, justify="right")
     for board in job.boards:
         stats = snapshot(board)
         for group in [each for each in board.groups() if each.is_open]:
@@ -113,14 +113,15 @@ def _lateness(report: StragglerReport | None, board: Board) -> tuple[str, str]:
 
 def _classes_table(job: Job, rates: Rates) -> Table:
     """Returns the calls of the first rank here, by class."""
-    from rich.table import Table
+    from ..monitor._tables import FittingTable
 
     board = job.boards[0]
-    table = Table(title=f"calls of rank {board.rank}", title_justify="left", box=None, pad_edge=False)
+    dispensable = ("transport", "algorithm", "p50\nus", "group")
+    table = FittingTable(f"calls of rank {board.rank}", dispensable=dispensable)
     for name in ("collective", "group", "algorithm", "transport"):
-        table.add_column(name, no_wrap=True)
-    for name in ("up to", "calls/s", "p50 us", "p99 us", "GB/s now", "busbw GB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name)
+    for name in ("up to", "calls/s", "p50\nus", "p99\nus", "GB/s\nnow", "busbw\nGB/s"):
+        table.add_column(name, justify="right")
     for entry in snapshot(board):
         key = job.number, entry["group"], entry["verb"], entry["algorithm"], entry["max_bytes"]
         calls_per_s, _share = rates.of(key, entry["calls"], entry["total_us"])

@@ -5,10 +5,10 @@ ranks meet in a file without a name, and nothing listens (``_loopback.py``); OMP
 that outnumber them share a session (``_session.py``); the exit code is that of the rank that failed first.
 
 [Note: who failed first]
-torch's launcher looks at its ranks ten times a second, and knows when one failed to a second. When it looks, a rank may
-have ended and others of its loss; then it ends the rest by SIGTERM. So not the first is who ended by that (unless it was
-seen first, before any was sent), nor whose last words are a PeerLostError (``collectives/last_words.py`` writes those
-down). Of the others a signal counts before an exit code: a program may handle the loss of a rank, and exit.
+torch's launcher looks at its ranks ten times a second, and knows to a second when one failed. When it looks, a rank
+may have ended and others of its loss; then it ends the rest by SIGTERM. So not the first is who ended by that (unless
+it was seen first, before any was sent), nor whose last words are a PeerLostError (``collectives/last_words.py`` writes
+those down). Of the others a signal counts before an exit code: a program may handle the loss of a rank, and exit.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def run_job(arguments: Sequence[str]) -> int:
     """Runs the job of the command line ``arguments`` to its end and returns its exit code.
 
-    That is 0, or the exit code of the rank that failed first, 128 + the signal if one ended it; of one of the ranks that
-    failed where it cannot be told which was the first. Raises ConfigError for
-    settings that cannot be used, TransportError if the hosts of the job do not find each other.
+    That is 0, or the exit code of the rank that failed first, 128 + the signal if one ended it; that of one of those
+    that failed where it cannot be told which was the first. Raises ConfigError for settings that cannot be used,
+    TransportError if the hosts of the job do not find each other.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -167,7 +167,6 @@ def _microseconds(value: float) -> str:
     return _figure(value, 1) if value < 999_999 else f"{_figure(value / 1e6, 1)} s"
 
 
-_COLUMNS = 80  # of a terminal
 _Column: TypeAlias = tuple[str, Callable[[CollectiveStats], str]]
 
 _VERB: _Column = ("collective", lambda each: each["verb"].removesuffix("_single"))
@@ -187,27 +186,28 @@ _FIGURES: tuple[_Column, ...] = (
     ("algbw\nGB/s", lambda each: f"{each['algbw_gbps']:.2f}"),
     ("busbw\nGB/s", lambda each: f"{each['busbw_gbps']:.2f}"),
 )
+_DISPENSABLE = ("transport", "MB", "p90\nus", "total\nms", "algbw\nGB/s", "algorithm", "group")
 
 
 def table(title: str = "collectives of this rank", board: Board | None = None) -> Table:
     """Returns the snapshot as a rich table, to print with ``rich.print``.
 
     What is the same in all rows (the group, the algorithm, the transport) stands in the title, so that the rows of most
-    jobs fit a terminal of 80 columns.
+    jobs fit a terminal of 80 columns. In a narrower one some columns are left out; figures are never cut.
     """
-    from rich.table import Table
+    from rich.markup import escape
+
+    from ._tables import FittingTable
 
     entries = snapshot(board)
     common = [(name, cell) for name, cell in _KINDS if len({cell(each) for each in entries}) == 1]
     said = "".join(f", {name} {cell(entries[0])}" for name, cell in common)
     columns = [_VERB, *(kind for kind in _KINDS if kind not in common)]
-    title += said
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
-    made.min_width = min(len(title), _COLUMNS)  # else rich wraps the title at the columns' width
+    made = FittingTable(escape(title + said), dispensable=_DISPENSABLE)
     for name, _ in columns:
-        made.add_column(name, no_wrap=True)
+        made.add_column(name)
     for name, _ in _FIGURES:
-        made.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right")
     for entry in entries:
         made.add_row(*(cell(entry) for _, cell in (*columns, *_FIGURES)))
     return made

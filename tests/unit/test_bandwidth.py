@@ -161,6 +161,24 @@ def test_the_table_fits_a_terminal_however_long_a_call_took(board: Written, monk
     assert "…" not in text and "reduce_scatter" in text and "999998" in text and "34.0 s" in text and "34000" in text
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_leaves_out_columns_rather_than_cut_figures(
+    board: Written, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    board.call(nbytes=1 << 28)
+    (entry,) = board.snapshot()
+    entry.update(verb="reduce_scatter_single", calls=123_456, p50_us=999_998.0, p99_us=34e6, busbw_gbps=99.99)
+    other = bandwidth.CollectiveStats(**{**entry, "group": "another", "algorithm": "recursive_doubling"})
+    monkeypatch.setattr(bandwidth, "snapshot", lambda _: [entry, other])
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(bandwidth.table("t"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text and ("no room for: " in text) == (width < 120)
+    rows = [line for line in text.splitlines() if "reduce_scatter" in line]
+    assert len(rows) == 2
+    assert all(figure in row for figure in ("256 MiB", "123456", "999998", "34.0 s", "99.99") for row in rows)
+
+
 def test_json_lines_and_prometheus_have_the_same_figures(board: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     board.call(nbytes=64)
     monkeypatch.setattr(export, "own_board", lambda: board.view)

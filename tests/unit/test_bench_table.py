@@ -170,8 +170,8 @@ def make_cell(own_us: float, peers_us: dict[str, float], nbytes: int = 1 << 20, 
     return Cell(case=make_case(nbytes=nbytes), world_size=4, own=own, peers=best_of_variants(figures))
 
 
-def render(table: object) -> str:
-    console = Console(file=io.StringIO(), width=240, color_system=None)
+def render(table: object, width: int = 240) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -193,6 +193,26 @@ def test_the_table_has_the_columns_of_nccl_tests() -> None:
     assert row[:6] == ["1", "MiB", "262144", "float32", "sum", "100"]
     assert row[6:10] == ["100", "10.49", "15.73", "3"]  # p99, algbw, busbw = algbw * 2 * 3 / 4, wrong
     assert row[10:] == ["200", "-", "0.500", "impi:default"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160])
+def test_figures_are_whole_however_narrow_the_terminal(width: int) -> None:
+    """Places stand below each other, then columns go, and it is said which; what is there is there whole."""
+    cell, other = make_cell(100.0, {}, nbytes=64 << 20), make_cell(123456.0, {}, nbytes=64 << 20)
+    text = render(make_table("title", [{"in": cell, "out": other}], ["in", "out"], []), width)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    rows = [line.split() for line in text.splitlines() if "64 MiB" in line]
+    assert len(rows) == (1 if width == 160 else 2)
+    assert {"100", "123456", "1006.63", "0.82"} <= {word for row in rows for word in row}
+    assert ("no room for: redop" in text) == (width < 120)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_ratio_to_the_best_peer_stays_in_a_narrow_terminal(width: int) -> None:
+    cell = make_cell(100.0, {"gloo": 123456.0, "impi:default": 200.0, "openmpi:vader": 23.0})
+    text = render(make_table("title", [{"in": cell}], ["in"], ["gloo", "impi", "openmpi"]), width)
+    row = next(line for line in text.splitlines() if "1 MiB" in line).split()
+    assert row[-2:] == ["4.35", "openmpi:vader"] and row[2] == "100" and "15.73" in row
 
 
 def test_the_summary_counts_wins() -> None:

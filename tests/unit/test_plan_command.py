@@ -24,7 +24,7 @@ def test_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     command = "plan hierarchical --hosts 2 --ranks 8 --predict 64MiB --latency 5us --bandwidth 25Gbit"
     assert main(command.split()) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
     assert rows[0][0] == "hierarchical" and {"ring", "tree", "direct", "halving_doubling"} <= {row[0] for row in rows}
     assert 21.4 < float(rows[0][1]) < 30  # 64 MiB, once each way, at 3.125 GB/s: 21.47 ms
 
@@ -67,3 +67,27 @@ def test_units() -> None:
     assert parse_bandwidth("25Gbit") == 3.125e9 and parse_bandwidth("3GB/s") == 3e9 and parse_bandwidth("1MiB") == 2**20
     with pytest.raises(ConfigError):
         parse_bandwidth("0Gbit")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(
+    ("command", "figures"),
+    [
+        ("plan ring --ranks 8 --hosts 2 --predict 64MiB", "37.7 ms 1.74"),
+        ("advise 7B --memory 80GiB --ranks 8 --hosts 2 --flops 300T", "does not fit: 1.32 x the memory"),
+    ],
+)
+def test_tables_suit_the_terminal(
+    command: str, figures: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich import console
+
+    class Narrow(console.Console):
+        def __init__(self, **options: object) -> None:
+            super().__init__(**{**options, "width": width})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(console, "Console", Narrow)
+    assert main(command.split()) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert figures in " ".join(text.split())

@@ -8,8 +8,9 @@ from math import exp, log
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.console import Group, RenderableType
 
+from ...monitor._tables import FirstThatFits, FittingTable
 from ...monitor.bandwidth import busbw_factor
 from ...sizes import format_bytes
 from .measure import Figure, ratio
@@ -103,17 +104,36 @@ def _colour(value: float, text: str) -> str:
     return f"[{GOOD if value < 1 else BAD}]{text}[/]"
 
 
-def make_table(title: str, rows: Sequence[Row], places: Sequence[str], peer_names: Sequence[str]) -> Table:
-    """Lays out ``rows`` with a group of columns for each place: pycomm's, the peers' times, the ratio to the best."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def make_table(title: str, rows: Sequence[Row], places: Sequence[str], peer_names: Sequence[str]) -> RenderableType:
+    """Lays out ``rows`` with a group of columns for each place: pycomm's, the peers' times, the ratio to the best.
+
+    Where there is no room the places stand below each other; figures are never cut.
+    """
+    whole = _table(title, rows, places, peer_names)
+    return whole if len(places) == 1 else FirstThatFits(whole, _below(title, rows, places, peer_names))
+
+
+def _below(title: str, rows: Sequence[Row], places: Sequence[str], peer_names: Sequence[str]) -> RenderableType:
+    return Group(*(_table(f"{title}, {_where(place)}", rows, [place], peer_names) for place in places))
+
+
+def _where(place: str) -> str:
+    return f"{'in' if place == 'in' else 'out of'} place"
+
+
+def _table(title: str, rows: Sequence[Row], places: Sequence[str], peer_names: Sequence[str]) -> FittingTable:
+    # The element type and the operator are the same in all rows.
+    peers = [f"\n{peer} us" for peer in peer_names]
+    dispensable = ["redop", "type", "count", "\np99 us", "\nalgbw GB/s", *peers] if len(places) == 1 else []
+    table = FittingTable(title, dispensable=dispensable)
+    table.header_style, table.box = "bold", SIMPLE_HEAD
     for name in ("bytes", "count", "type", "redop"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for place in places:
-        head = f"{'in' if place == 'in' else 'out of'} place"
         names = ["time us", "p99 us", "algbw GB/s", "busbw GB/s", "#wrong"]
         names += [f"{peer} us" for peer in peer_names] + (["ratio", "best peer"] if peer_names else [])
         for index, name in enumerate(names):
-            table.add_column(f"{head if index == 0 else ''}\n{name}", justify="right", no_wrap=True)
+            table.add_column(f"{_where(place) if index == 0 else ''}\n{name}", justify="right")
     for row in rows:
         case = next(iter(row.values())).case
         op = case.op.lower() if case.verb in ("all_reduce", "reduce", "reduce_scatter") else "none"

@@ -62,28 +62,28 @@ def predictions(algorithm: Algorithm, verb: str, topology: Topology, model: Link
 
 def show_prediction(console: Console, algorithm: Algorithm, topology: Topology, options: argparse.Namespace) -> None:
     """Prints the table. Raises PlanError if ``algorithm`` has no plan, and ConfigError."""
-    from rich.table import Table
     from rich.text import Text
+
+    from ...monitor._tables import FittingTable
 
     nbytes, model = parse_bytes(options.predict), link_model(options)
     algorithm.plan(options.verb, 0, topology, options.root)
     rows = predictions(algorithm, options.verb, topology, model, nbytes)
     hosts = len(topology.hosts)
     where = "one host" if hosts == 1 else f"{hosts} hosts, {options.bandwidth} and {options.latency} between them"
-    table = Table(
-        title=f"{options.verb} of {format_bytes(nbytes)}, {topology.world_size} ranks on {where}",
-        title_justify="left",
-        box=None,
-        header_style="dim",
+    table = FittingTable(
+        f"{options.verb} of {format_bytes(nbytes)}, {topology.world_size} ranks on {where}",
+        dispensable=("cost", "in one\npiece", "rounds", "segments", "sent by\nthe busiest"),
     )
+    table.header_style = "dim"
     for heading in (
         "algorithm",
         "predicted",
         "x best",
         "segments",
-        "in one piece",
+        "in one\npiece",
         "rounds",
-        "sent by the busiest",
+        "sent by\nthe busiest",
         "cost",
     ):
         table.add_column(heading, justify="left" if heading in ("algorithm", "cost") else "right")
