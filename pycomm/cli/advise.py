@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ._arguments import PICTURES, check_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,10 +53,14 @@ def _load(text: str) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{text}: expected module:callable of an nn.Module, got {error}") from error
-    with torch.device("meta"):
-        return make()
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:  # of the user's code
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{text}: expected module:callable that makes an nn.Module, got {what}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{text}: expected module:callable that makes an nn.Module, got a {type(model).__name__}")
+    return model
 
 
 def _measured_flops() -> float:
@@ -108,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .plan.picture import require_matplotlib
 
         require_matplotlib()
+        check_output("--svg", options.svg, PICTURES)
     names = ("layers", "width", "heads", "vocabulary")
     known = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     plan = plan_parallelism(
@@ -215,7 +221,7 @@ def _draw(plan: ParallelismPlan, shown: Sequence[Option], path: Path) -> None:
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "pycomm"  # the same picture is the same file
     matplotlib.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(11, max(2.4, 0.8 + 0.34 * len(shown))), layout="constrained", sharey=True
@@ -232,7 +238,9 @@ def _draw(plan: ParallelismPlan, shown: Sequence[Option], path: Path) -> None:
         before_s = [start + taken for start, taken in zip(before_s, times)]
     left.axvline(plan.memory_bytes / 2**30, color="#22303c", linestyle="--", linewidth=1)
     left.set(xlabel="GiB of a rank (dashed: what it has)")
-    right.set(xlabel="seconds of a step")
+    right.set(xlabel="time of a step")
+    right.xaxis.set_major_locator(ticker.MaxNLocator(5))
+    right.xaxis.set_major_formatter(ticker.EngFormatter("s"))
     left.invert_yaxis()
     for axes in (left, right):
         axes.legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import _facts, _facts_build
+from ._arguments import check_output, positive_int
 from ._facts import Fact
 
 __all__ = ["collect", "main"]
@@ -98,7 +99,7 @@ def show_jobs(with_stacks: bool, pid: int | None = None, svg: str | None = None)
         console.print()
         job.close()
     if not jobs:
-        console.print("no job of this user runs on this host")
+        console.print(_jobs.no_job(pid), highlight=False)
     if svg is not None:
         console.save_svg(svg, title="pycomm doctor --jobs")
     return len(jobs)
@@ -120,9 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pycomm doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--jobs", action="store_true", help="only the jobs that run, with the stacks of their ranks")
-    parser.add_argument("--pid", type=int, help="with --jobs: only the job that this process is a rank of")
+    parser.add_argument("--pid", type=positive_int, help="with --jobs: only the job that this process is a rank of")
     parser.add_argument("--svg", help="also draw what --jobs prints into this file")
     args = parser.parse_args(None if argv is None else list(argv))
+    if not args.jobs and (args.svg or args.pid is not None):
+        parser.error("--pid and --svg are of --jobs; give it too")
+    if args.jobs and args.json:
+        parser.error("--json prints the report, and --jobs tables; give one of them")
+    check_output("--svg", args.svg, (".svg",))
     if args.jobs:
         return 0 if show_jobs(True, args.pid, args.svg) else 1
     report = collect()

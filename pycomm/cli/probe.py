@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..errors import ConfigError
 from ..sizes import format_bytes, parse_bytes
 from ..topology import detect_launch
+from ._arguments import check_output, check_transport, positive, positive_int
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,21 +80,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pycomm probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-n", type=int, help="start so many ranks on this host; not under a launcher")
-    parser.add_argument("--transport", default="auto", help="as for pycomm.init (default: %(default)s)")
-    parser.add_argument("--bytes", default="1MiB", help="of the messages that measure bandwidth (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.1, help="for each pair of ranks (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--svg", help="also draw the heat maps into this file")
+    add = parser.add_argument
+    add("-n", type=positive_int, metavar="N", help="ranks to start on this host (default: 2); not under a launcher")
+    add("--transport", default="auto", help="as for pycomm.init (default: %(default)s)")
+    add("--bytes", default="1MiB", help="of the messages that measure bandwidth (default: %(default)s)")
+    add("--seconds", type=positive, default=0.1, metavar="S", help="for each pair of ranks (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--svg", help="also draw the heat maps into this file")
     arguments = sys.argv[2:] if argv is None else list(argv)
     options = parser.parse_args(arguments)
-    if options.n is not None and detect_launch().launcher == "none":
-        start = [sys.executable, "-m", "pycomm", "run", "-n", str(options.n), "-m", "pycomm", "probe", *arguments]
-        return subprocess.run(start, check=False).returncode
+    nbytes = parse_bytes(options.bytes)
+    check_transport(options.transport)
+    check_output("--svg", options.svg, (".svg",))
+    launch = detect_launch()
+    if launch.launcher == "none":
+        from ..launch.run import run_job
+
+        return run_job(["-n", str(options.n or 2), "-m", "pycomm", "probe", *arguments])
+    if options.n not in (None, launch.world_size):
+        raise ConfigError(f"-n {options.n}: the launcher has started {launch.world_size} ranks; leave -n out.")
     from ..collectives.init import finalize, init
     from ..monitor.links import measure_links
 
-    nbytes = parse_bytes(options.bytes)
     group = init(options.transport)
     links = measure_links(group, nbytes, options.seconds)
     if group.rank == 0:

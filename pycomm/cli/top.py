@@ -10,37 +10,50 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ..monitor.bandwidth import CollectiveStats, snapshot
-from ..monitor.boards import Board
+from ..monitor.boards import Board, GroupOnBoard
 from ..monitor.lateness import StragglerReport, stragglers_on
 from ..sizes import format_bytes
-from ._jobs import Job, find_jobs, rank_cells, verdicts
+from ._arguments import check_output, positive, positive_int
+from ._jobs import Job, find_jobs, no_job, rank_cells, verdicts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-__all__ = ["frame", "main"]
+__all__ = ["Rates", "frame", "main", "share_in_calls"]
 
 
 class Rates:
     """What changed on a job's boards since the last look."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
 
-    def of(self, key: tuple[object, ...], calls: float, total_us: float) -> tuple[float, float]:
-        """Returns (calls a second, share of the time in them) since the last look; zeros at the first."""
-        now_s = time.monotonic()
-        before = self._seen.get(key)
-        self._seen[key] = now_s, calls, total_us
-        if before is None or now_s <= before[0]:
-            return 0.0, 0.0
-        elapsed_s = now_s - before[0]
-        return (calls - before[1]) / elapsed_s, (total_us - before[2]) / 1e6 / elapsed_s
+    def of(self, key: tuple[object, ...], calls: int) -> tuple[float, int]:
+        """Returns (calls a second, when that was in ns) since the last look; zero and now at the first."""
+        now_ns = time.monotonic_ns()
+        since_ns, before = self._seen.get(key, (now_ns, calls))
+        self._seen[key] = now_ns, calls
+        return (calls - before) * 1e9 / max(1, now_ns - since_ns), since_ns
+
+
+def share_in_calls(board: Board, group: GroupOnBoard, since_ns: int) -> float:
+    """Returns the share of the time since then, 0 to 1, that a rank was in calls of a group, those under way included.
+
+    Where more calls were made than a board holds, it is the share of the time that the board tells of.
+    """
+    now_ns = time.monotonic_ns()
+    records = board.records()
+    if board.calls > len(records) > 0:
+        since_ns = max(since_ns, records[0].start_ns)
+    spans = [(each.start_ns, each.end_ns or now_ns) for each in records if each.group == group.index]
+    inside_ns = sum(max(0, min(end_ns, now_ns) - max(start_ns, since_ns)) for start_ns, end_ns in spans)
+    return min(1.0, inside_ns / max(1, now_ns - since_ns))
 
 
 def frame(job: Job, rates: Rates) -> RenderableType:
@@ -97,7 +110,8 @@ def _ranks_table(job: Job, reports: dict[int, StragglerReport], rates: Rates) ->
         for group in [each for each in board.groups() if each.is_open]:
             mine = [entry for entry in stats if entry["group"] == group.name]
             key = job.number, board.rank, group.index
-            calls_per_s, share = rates.of(key, sum(e["calls"] for e in mine), sum(e["total_us"] for e in mine))
+            calls_per_s, since_ns = rates.of(key, sum(e["calls"] for e in mine))
+            share = share_in_calls(board, group, since_ns)
             late, last = _lateness(reports.get(group.members), board)
             cells, style = rank_cells(board, group)
             table.add_row(*cells, f"{calls_per_s:.0f}", f"{share:.0%}", late, last, style=style)
@@ -124,7 +138,7 @@ def _classes_table(job: Job, rates: Rates) -> Table:
         table.add_column(name, justify="right")
     for entry in snapshot(board):
         key = job.number, entry["group"], entry["verb"], entry["algorithm"], entry["max_bytes"]
-        calls_per_s, _share = rates.of(key, entry["calls"], entry["total_us"])
+        calls_per_s, _ = rates.of(key, entry["calls"])
         table.add_row(*_class_cells(entry, calls_per_s))
     return table
 
@@ -136,36 +150,40 @@ def _class_cells(entry: CollectiveStats, calls_per_s: float) -> list[str]:
     return [*names, format_bytes(entry["max_bytes"]), f"{calls_per_s:.0f}", *times, *bandwidths]
 
 
-def _all(jobs: Sequence[Job], rates: Rates) -> RenderableType:
+def _look(rates: Rates, pid: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(frame(job, rates) for job in jobs)) if jobs else Text("no job of this user runs on this host")
-
-
-def _look(rates: Rates, pid: int | None) -> RenderableType:
     jobs = find_jobs(pid)
     try:
-        return _all(jobs, rates)
+        return Group(*(frame(job, rates) for job in jobs)) if jobs else Text(no_job(pid))
     finally:
         for job in jobs:
             job.close()
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pycomm top", description=__doc__)
+    every = "seconds between two looks (default: %(default)s)"
+    parser.add_argument("--every", type=positive, default=1.0, metavar="S", help=every)
+    parser.add_argument("--once", action="store_true", help="print one picture, of one interval, and end")
+    parser.add_argument("--pid", type=positive_int, help="only the job that this process is a rank of")
+    parser.add_argument("--svg", help="also draw that picture into this file; with --once")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Shows the jobs until Ctrl-C; returns 0."""
+    """Shows the jobs until Ctrl-C, picture below picture where the output is no terminal; returns 0."""
     from rich.console import Console
     from rich.live import Live
 
-    parser = argparse.ArgumentParser(prog="pycomm top", description=__doc__)
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks (default: %(default)s)")
-    parser.add_argument("--once", action="store_true", help="print one picture, of one interval, and end")
-    parser.add_argument("--pid", type=int, help="only the job that this process is a rank of")
-    parser.add_argument("--svg", help="also draw that picture into this file; with --once")
+    parser = _parser()
     options = parser.parse_args(None if argv is None else list(argv))
-    console = Console(
-        record=options.svg is not None, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 130
-    )
+    if options.svg and not options.once:
+        parser.error("--svg draws the picture of --once; give both")
+    check_output("--svg", options.svg, (".svg",))
+    is_terminal = sys.stdout.isatty()
+    console = Console(record=options.svg is not None, width=None if is_terminal or "COLUMNS" in os.environ else 130)
     rates = Rates()
     picture = _look(rates, options.pid)
     if options.once:
@@ -175,9 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.save_svg(options.svg, title="pycomm top")
         return 0
     try:
-        with Live(picture, console=console, screen=True, auto_refresh=False) as live:
+        with Live(picture, console=console, screen=True, auto_refresh=False) if is_terminal else nullcontext() as live:
             while True:
                 time.sleep(options.every)
-                live.update(_look(rates, options.pid), refresh=True)
+                picture = _look(rates, options.pid)
+                if live is None:
+                    console.print(picture, "")
+                    sys.stdout.flush()
+                else:
+                    live.update(picture, refresh=True)
     except KeyboardInterrupt:
         return 0

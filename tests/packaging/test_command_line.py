@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -96,3 +97,86 @@ def test_one_broken_section_does_not_hide_the_others(monkeypatch: pytest.MonkeyP
     report = doctor.collect()
     assert report["host"][0].hint == "could not be examined: OSError: no /proc"
     assert len(report["versions"]) > 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "a.svg"), 1, "[Errno 2] No such file or directory: 'a.svg'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_the_system_and_ctrl_c_take_one_line(
+    error: BaseException, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pycomm.cli import doctor
+
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(doctor, "main", fail)
+    assert main(["doctor"]) == status
+    assert capsys.readouterr().err == f"pycomm doctor: {said}\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = [sys.executable, "-m", "pycomm", "--version"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=900) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("doctor --svg a.svg", 2, "--pid and --svg are of --jobs"),
+        ("doctor --pid 3", 2, "--pid and --svg are of --jobs"),
+        ("doctor --json --jobs", 2, "give one of them"),
+        ("doctor --jobs --pid 1", 1, "process 1 is no rank of a job of this user on this host"),
+        ("top --every nan", 2, "expected a number above 0, got 'nan'"),
+        ("top --svg a.svg", 2, "--svg draws the picture of --once"),
+        ("top --once --every 0.01 --pid 1", 0, "process 1 is no rank of a job of this user on this host"),
+        ("probe --seconds=-1", 2, "expected a number above 0, got '-1'"),
+        ("probe -n 2 --bytes many", 1, "the size 'many' is not understood"),
+        ("probe -n 2 --transport smoke", 1, "unknown transport 'smoke'; known: "),
+        ("probe -n 2 --svg no/such/folder/a.svg", 1, "there is no folder"),
+        ("tune -n 0", 2, "expected a whole number, 1 or more, got '0'"),
+        ("tune --near -1", 2, "expected a whole number, 1 or more, got '-1'"),
+        ("tune -b many", 1, "the size 'many' is not understood"),
+        ("plan ring 4 --svg no/such/folder/a.svg", 1, "there is no folder"),
+        ("advise 7M --memory 1GiB --flops 1T --svg a.jpeg9", 1, "expected a name that ends in .png, .svg, .pdf"),
+        ("advise math:pi --memory 1GiB", 1, "expected module:callable that makes an nn.Module, got TypeError"),
+        ("advise math:floor --memory 1GiB", 1, "expected module:callable that makes an nn.Module, got TypeError"),
+        ("advise builtins:dict --memory 1GiB", 1, "expected module:callable that makes an nn.Module, got a dict"),
+    ],
+)
+def test_mistakes_take_a_line_before_anything_starts(
+    command: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(command.split()) == status
+    except SystemExit as stopped:  # argparse
+        assert stopped.code == status
+    printed = capsys.readouterr()
+    assert said in " ".join((printed.out + printed.err).split())
+
+
+def test_probe_is_told_by_a_launcher_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    from pycomm.cli.probe import main as probe
+
+    with pytest.raises(ConfigError, match="the launcher has started 2 ranks; leave -n out"):
+        probe(["-n", "4"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("PYCOMM_TIMEOUT_S", "soon"), ("PYCOMM_LOG", "loud")])
+def test_the_doctor_says_that_a_value_cannot_be_used(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pycomm.cli._facts import environment
+
+    monkeypatch.setenv(name, value)
+    hints = {fact.name: fact.hint for fact in environment()}
+    assert hints[name].startswith("cannot be used: ") and repr(value) in hints[name]
+    assert sum(hint.startswith("cannot be used") for hint in hints.values()) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pycomm.cli.top import share_in_calls
 from pycomm.monitor import bandwidth, export
 from pycomm.monitor.boards import Board
 from pycomm.monitor.lateness import find_stragglers
@@ -136,6 +137,34 @@ def test_times_are_those_of_the_clock(board: Written) -> None:
     (entry,) = board.snapshot()
     assert 9_000 < entry["p50_us"] <= entry["p99_us"] * 1.001 and 10_000 < entry["mean_us"] <= entry["most_us"]
     assert entry["total_us"] == pytest.approx(5 * entry["mean_us"])
+
+
+def test_the_share_of_time_in_calls_is_that_of_the_interval(board: Written) -> None:
+    """A call that is under way counts, and of one that has ended only what lies in the interval."""
+    board.log.begin(ALL_REDUCE, 0, FLOAT32, 0, False, 0, 8, 32, 1)
+    time.sleep(0.1)
+    half_ns = time.monotonic_ns()
+    time.sleep(0.1)
+    (group,) = board.view.groups()
+    assert share_in_calls(board.view, group, half_ns) == pytest.approx(1.0, abs=0.05)
+    board.log.end(0, False)
+    end_ns = time.monotonic_ns()
+    time.sleep(0.1)
+    assert share_in_calls(board.view, group, end_ns) == pytest.approx(0.0, abs=0.05)
+    taken = (end_ns - half_ns) / (time.monotonic_ns() - half_ns)
+    assert share_in_calls(board.view, group, half_ns) == pytest.approx(taken, abs=0.1)
+
+
+def test_the_share_of_time_is_that_of_the_calls_that_are_kept(board: Written) -> None:
+    since_ns = time.monotonic_ns()
+    for _ in range(5000):
+        board.call()
+    kept_ns = time.monotonic_ns()
+    board.call(sleeps_s=0.1)
+    (group,) = board.view.groups()
+    slept = share_in_calls(board.view, group, kept_ns)
+    assert slept == pytest.approx(1.0, abs=0.1)
+    assert 0.3 < share_in_calls(board.view, group, since_ns) < slept
 
 
 def test_the_table_shows_what_was_seen(board: Written) -> None:

@@ -36,7 +36,9 @@ def test_against_measures_the_usual_place_alone() -> None:
     "argv",
     [
         ["all_reduce", "--dtype", "float33"],
-        ["all_reduce", "--rounds", "0"],
+        ["all_reduce", "--transport", "smoke"],
+        ["all_reduce", "--plot", "a.jpeg9"],
+        ["all_reduce", "--json", "no/such/folder/a.json"],
         ["all_reduce", "--against", "gloo,nccl"],
         ["all_reduce", "--against", "./no/such/checkout"],
         ["all_reduce", "--max-bytes", "many"],
@@ -46,6 +48,20 @@ def test_against_measures_the_usual_place_alone() -> None:
 def test_what_cannot_be_measured_is_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError):
         parse(argv)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "x"])
+@pytest.mark.parametrize("option", ["--round-ms", "--step-factor", "--rounds"])
+def test_numbers_are_positive_and_finite(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["all_reduce", f"{option}={value}"])
+    assert stopped.value.code == 2
+    assert option in (said := capsys.readouterr().err) and "expected a " in said and f"got '{value}'" in said
+
+
+def test_a_place_that_is_refused_is_named() -> None:
+    with pytest.raises(ConfigError, match="broadcast is only done in place"):
+        parse(["broadcast", "--place", "out"])
 
 
 def test_inside_a_launcher_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +142,7 @@ def test_ctrl_c_ends_every_job(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130 and "interrupted" in output, output
     _wait_for(lambda: True if not _processes_with(str(folder)) else None)
-    assert not folder.exists() and ranks
+    assert list(tmp_path.iterdir()) == [] and ranks, "neither the benchmark's folder nor that of `pycomm run`"
 
 
 def _wait_for(probe):  # type: ignore[no-untyped-def]

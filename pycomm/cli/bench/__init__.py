@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
+from .._arguments import PICTURES, check_output, check_transport, positive, positive_int
 
 if TYPE_CHECKING:
     from .job import Job
@@ -43,15 +44,21 @@ def _parser() -> argparse.ArgumentParser:
     add("-n", dest="world_sizes", metavar="N[,N...]", help="ranks to start on this host (default: 2)")
     add("-b", "--min-bytes", default="4B", metavar="SIZE", help="smallest message (default: %(default)s)")
     add("-e", "--max-bytes", default="64MiB", metavar="SIZE", help="largest message (default: %(default)s)")
-    add("-f", "--step-factor", type=float, default=4, metavar="F", help="from size to size (default: %(default)s)")
+    add("-f", "--step-factor", type=positive, default=4, metavar="F", help="from size to size (default: %(default)s)")
     add("-d", "--dtype", default="float32", help="torch's name of the element type (default: %(default)s)")
     add("-o", "--op", default="sum", choices=[op.lower() for op in OPS], help="reduction (default: %(default)s)")
     places = "in place, out of place (default: both; with --against: the usual one)"
     add("--place", choices=["in", "out", "both"], help=places)
     add("--buffers", choices=["private", "shared", "both"], default="private", help="see below (default: %(default)s)")
     add("--transport", default="auto", help="pycomm's transport (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="figures are medians over rounds (default: %(default)s)")
-    add("--round-ms", type=float, default=20, metavar="MS", help="time for each library's turn (default: %(default)s)")
+    add("--rounds", type=positive_int, default=5, help="figures are medians over rounds (default: %(default)s)")
+    add(
+        "--round-ms",
+        type=positive,
+        default=20,
+        metavar="MS",
+        help="time for each library's turn (default: %(default)s)",
+    )
     add("--no-pin", action="store_true", help="do not give each rank of pycomm a core of its own, if there are enough")
     add("--against", default="", metavar="LIST", help="peers: gloo,openmpi,mpich,impi; a path: another pycomm")
     add("--peers-dir", type=Path, default=Path(".peers"), help="the peers' environments (default: %(default)s)")
@@ -79,15 +86,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
     dtype = dtype_of_name(options.dtype)
     if dtype is None or dtype.family in ("bool", "complex", "float8"):
         raise ConfigError(f"--dtype {options.dtype}: expected one of torch's float or integer types, such as bfloat16.")
-    if options.rounds < 1 or options.round_ms <= 0:
-        raise ConfigError(f"--rounds {options.rounds} --round-ms {options.round_ms}: both must be above 0.")
+    check_transport(options.transport)
+    check_output("--json", options.json)
+    check_output("--plot", options.plot, PICTURES)
     against = peer_names(options.against)
     verb = VERBS[options.verb]
     places = verb.places[:1] if options.place is None and against else verb.places
     if options.place in ("in", "out"):
         places = (options.place,)
         if options.place not in verb.places:
-            raise ConfigError(f"--place {options.place}: {options.verb} is only done {verb.places[0]!r} of place.")
+            place = "in place" if verb.places == ("in",) else "out of place"
+            raise ConfigError(f"--place {options.place}: {options.verb} is only done {place}.")
     settings = Settings(
         verb=options.verb,
         sizes=tuple(sweep(parse_bytes(options.min_bytes), parse_bytes(options.max_bytes), options.step_factor)),
@@ -157,13 +166,14 @@ def _measure_inside(options: argparse.Namespace, settings: Settings) -> int:
 
     if settings.against:
         raise ConfigError("--against starts jobs of its own: run `pycomm bench` without a launcher, and give it -n.")
+    facts = machine_facts()  # of all cores, so before this rank is given one
     if settings.is_pinned:
         pin_to_core()
     job = InsideJob(Runner(start_library("pycomm", settings.transport, "")))
     if options.world_sizes not in (None, str(job.world_size)):
         raise ConfigError(f"-n {options.world_sizes}: the launcher has started {job.world_size} ranks; leave -n out.")
     with closing(Report(options.json, is_silent=job.rank != 0)) as report:
-        report.facts(machine_facts())
+        report.facts(facts)
         _show(report, [job], settings, job.world_size)
         if job.rank == 0:
             _draw(report, options.plot)

@@ -31,6 +31,7 @@ __all__ = ["INTERRUPT", "InsideJob", "Job", "JobFailedError", "SpawnedJob"]
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 300.0
 TAIL_BYTES = 2000
+GRACE_S = 5.0  # for launchers, to end their ranks and tidy up
 
 
 class JobFailedError(PycommError):
@@ -226,12 +227,19 @@ class SpawnedJob(Job):
         self.kill()
 
     def kill(self) -> None:
-        """Kills what is still there of this job's own processes."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        """Ends what is still there of this job's own processes: asks, and after a while kills.
+
+        A launcher that is killed cannot remove its folder.
+        """
+        deadline = time.monotonic() + GRACE_S
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    if process.poll() is None:
+                        os.killpg(process.pid, number)
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()) if number == signal.SIGTERM else None)
         for pidfd in self._pidfds:  # ranks that their launcher put in sessions of their own
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
+from .._arguments import check_output
 
 if TYPE_CHECKING:
     from ...topology import Topology
@@ -92,6 +93,8 @@ def main(argv: Sequence[str]) -> int:
         from .picture import require_matplotlib
 
         require_matplotlib()
+        check_output("--svg", options.svg)
+        check_output("--png", options.png)
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     if options.predict is not None:
         from .predict import show_prediction

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from ...errors import ConfigError
+from .._arguments import check_output, check_transport, positive, positive_int
 
 __all__ = ["main"]
 
@@ -31,15 +32,27 @@ def _parser() -> argparse.ArgumentParser:
         prog="pycomm tune", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("-n", dest="ranks", type=int, metavar="N", help="ranks to start on this host (default: 2)")
+    add("-n", dest="ranks", type=positive_int, metavar="N", help="ranks to start on this host (default: 2)")
     add("--transport", default="auto", help="pycomm's transport (default: %(default)s)")
     add("--verbs", default=_VERBS, metavar="LIST", help="collectives to tune (default: %(default)s)")
     add("-b", "--min-bytes", default="4B", metavar="SIZE", help="smallest message (default: %(default)s)")
     add("-e", "--max-bytes", default="16MiB", metavar="SIZE", help="largest message (default: %(default)s)")
-    add("-f", "--step-factor", type=float, default=8, metavar="F", help="from size to size (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="times are medians over rounds (default: %(default)s)")
-    add("--round-ms", type=float, default=8, metavar="MS", help="time for each algorithm's turn (default: %(default)s)")
-    add("--near", type=int, default=4, metavar="N", help="algorithms to time, of those predicted best (default: 4)")
+    add("-f", "--step-factor", type=positive, default=8, metavar="F", help="from size to size (default: %(default)s)")
+    add("--rounds", type=positive_int, default=5, help="times are medians over rounds (default: %(default)s)")
+    add(
+        "--round-ms",
+        type=positive,
+        default=8,
+        metavar="MS",
+        help="time for each algorithm's turn (default: %(default)s)",
+    )
+    add(
+        "--near",
+        type=positive_int,
+        default=4,
+        metavar="N",
+        help="algorithms to time, of those predicted best (default: 4)",
+    )
     add("--dry-run", action="store_true", help="print what would be stored, and store nothing")
     add("--show", action="store_true", help="print the table in force and where each rule comes from, and exit")
     return parser
@@ -51,15 +64,45 @@ def main(argv: Sequence[str]) -> int:
     if options.show:
         _show()
         return 0
+    from ...sizes import parse_bytes
     from ...topology import detect_launch
+    from ..bench.sizes import sweep
 
     verbs = [verb.strip() for verb in options.verbs.split(",")]
     unknown = [verb for verb in verbs if verb not in _VERBS.split(",")]
     if unknown:
         raise ConfigError(f"--verbs {options.verbs}: {unknown[0]!r} cannot be tuned; expected some of {_VERBS}")
-    if detect_launch().launcher == "none":
+    sizes = sweep(parse_bytes(options.min_bytes), parse_bytes(options.max_bytes), options.step_factor)
+    check_transport(options.transport)
+    launch = detect_launch()
+    if launch.launcher != "none" and options.ranks not in (None, launch.world_size):
+        raise ConfigError(f"-n {options.ranks}: the launcher has started {launch.world_size} ranks; leave -n out.")
+    _check_folder(options.dry_run)
+    if launch.launcher == "none":
         return _start(options.ranks or 2, options.transport, list(argv))
-    return _tune_inside(options, verbs)
+    return _tune_inside(options, verbs, sizes)
+
+
+def _check_folder(is_dry_run: bool) -> None:
+    """Makes the folder that the table goes to; a table there that cannot be read is set aside, as it stops ranks.
+
+    Raises ConfigError if the folder cannot be made, before anything is measured.
+    """
+    from ...algorithms import tuned
+
+    folder = tuned.folder()
+    try:
+        for path in tuned.set_damaged_aside():
+            print(f"# the table that was there cannot be read; it is {path} from now on", flush=True)
+        if not is_dry_run:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the table cannot be stored in {folder}: {error.strerror}; set PYCOMM_CACHE_DIR to a folder that you may "
+            "write, or use --dry-run"
+        ) from error
+    if not is_dry_run:
+        check_output("PYCOMM_CACHE_DIR:", tuned.table_path())
 
 
 def _show() -> None:
@@ -83,17 +126,14 @@ def _start(ranks: int, transport: str, argv: list[str]) -> int:
     return run_job(["-n", str(ranks), "-m", "pycomm", "tune", *argv])
 
 
-def _tune_inside(options: argparse.Namespace, verbs: list[str]) -> int:
+def _tune_inside(options: argparse.Namespace, verbs: list[str], sizes: list[int]) -> int:
     import pycomm
 
     from ...algorithms import tuned
     from ...algorithms.tables import show_rules
-    from ...sizes import parse_bytes
-    from ..bench.sizes import sweep
     from .fit import error_of
     from .job import Effort, as_dicts, tune
 
-    sizes = sweep(parse_bytes(options.min_bytes), parse_bytes(options.max_bytes), options.step_factor)
     with pycomm.init(options.transport) as group:
         is_first = group.rank == 0
 
