@@ -66,6 +66,32 @@ def test_a_hung_job_is_diagnosed_from_outside_and_after_a_kill(tmp_path: Path, t
     assert late.splitlines()[-1] == said.splitlines()[-1], "the survivors' verdicts"
 
 
+def look_by_top(rank: int, path: str) -> list[str]:
+    """Rank 0 waits in a call for rank 1, and looks at both by a pipe: picture below picture."""
+    seen: list[str] = []
+    if rank == 1:
+        wait_until((Path(path) / "seen").exists)
+    work = pycomm.all_reduce(torch.ones(4), async_op=True)
+    if rank == 0:
+        command = [sys.executable, "-m", "pycomm", "top", "--every", "0.3", "--pid", str(os.getpid())]
+        environ = {**os.environ, "COLUMNS": "60"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as top:
+            assert top.stdout is not None
+            while sum(line.startswith("0 ") for line in seen) < 3:
+                seen.append(top.stdout.readline())
+            top.send_signal(signal.SIGINT)
+            assert top.wait(timeout=900) == 0
+        (Path(path) / "seen").touch()
+    work.wait()
+    return seen
+
+
+def test_top_prints_into_a_pipe_and_counts_a_call_that_is_under_way(tmp_path: Path) -> None:
+    seen, _ = run_ranks(2, look_by_top, str(tmp_path))
+    rows = [line.split() for line in seen if line.startswith("0 ")]
+    assert all("100%" in row for row in rows[1:]) and max(len(line.rstrip()) for line in seen[2:]) <= 60, seen
+
+
 def look_as_nobody(rank: int) -> bool:
     """Whether a process of another user is kept from this rank's board."""
     held = boards()

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from harness import wait_until
+
 JOBS = Path(__file__).parent / "jobs"
 BIN = Path(sys.executable).parent
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_", "OMP_")
@@ -201,6 +203,20 @@ def test_who_lost_a_rank_is_not_taken_for_the_first_to_fail() -> None:
         done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), "lost", "shm"])
         assert "PeerLostError" in done.stderr and done.returncode == 7, done.stderr
         assert re.search(r"pycomm run: rank 1 \(pid \d+\) failed first, with exit code 7", done.stderr), done.stderr
+
+
+def test_a_probe_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pycomm", "probe", "-n", "2", "--seconds", "500"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: len(descendants(process.pid)) == 2)
+        ranks = descendants(process.pid)
+        # The launcher knows its ranks a moment after it has started them.
+        wait_until(lambda: all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in ranks))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=900)
+    assert process.returncode == 130 and list(tmp_path.iterdir()) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 @pytest.mark.parametrize(
