@@ -53,6 +53,11 @@ def test_environment_variables_are_frozen_and_explained() -> None:
     assert all(variable.meaning for variable in env.VARIABLES.values())
 
 
+def test_environment_variables_stand_in_the_documentation() -> None:
+    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Environment variables")[2]
+    assert set(re.findall(r"^\| `(PYCOMM_\w+)`", table, re.MULTILINE)) == ENVIRONMENT | BUILD_ENVIRONMENT
+
+
 def test_only_the_table_reads_our_variables() -> None:
     """A variable that is read past the table has no default, no check and no line in `pycomm doctor`."""
     unknown = {}

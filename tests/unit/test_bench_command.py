@@ -181,3 +181,12 @@ def test_a_real_run_beside_gloo_and_a_checkout(tmp_path: Path) -> None:
         (library, nbytes) for library in ("pycomm", "gloo", checkout) for nbytes in (4, 64, 1024, 16384)
     }
     assert all(line["wrong"] == 0 and line["time_us"] > 0 and len(line["rounds_us"]) == 2 for line in results)
+
+
+def test_the_facts_inside_a_launcher_are_of_the_machine_not_of_the_core_of_a_rank(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pycomm", "run", "-n", "2", "-m", "pycomm", "bench", "all_reduce"]
+    command += ["--max-bytes", "4B", "--rounds", "1", "--round-ms", "1", "--json", str(tmp_path / "lines.json")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = (tmp_path / "lines.json").read_text().splitlines()
+    assert json.loads(lines[0])["cores"] == len(os.sched_getaffinity(0))

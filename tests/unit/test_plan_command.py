@@ -91,3 +91,11 @@ def test_tables_suit_the_terminal(
     text = capsys.readouterr().out
     assert "…" not in text and max(map(len, text.splitlines())) <= width
     assert figures in " ".join(text.split())
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed: pip install 'pycomm[plot]'")
+def test_a_picture_of_one_layout_is_high_enough_to_read(tmp_path: Path) -> None:
+    svg = tmp_path / "a.svg"
+    assert main(["advise", "7M", "--memory", "1GiB", "--flops", "300T", "--svg", str(svg)]) == 0
+    height = re.search(r'<svg [^>]*height="([0-9.]+)pt"', svg.read_text(encoding="utf-8"))
+    assert height is not None and float(height[1]) >= 2.4 * 72
