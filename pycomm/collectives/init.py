@@ -367,8 +367,8 @@ def _set_exit_handlers() -> None:
     global _has_exit_handlers
     if not _has_exit_handlers:
         _has_exit_handlers = True
+        leave_last_words_of_uncaught_errors()  # first: what is registered then comes last
         atexit.register(finalize)
-        leave_last_words_of_uncaught_errors()
         os.register_at_fork(after_in_child=_disown)
 
 

@@ -198,11 +198,11 @@ def test_exit_code_is_that_of_the_rank_that_failed(how: str, exit_code: int, wor
     assert re.search(rf"pycomm run: rank 1 \(pid \d+\) .*{words}", done.stderr)
 
 
-def test_who_lost_a_rank_is_not_taken_for_the_first_to_fail() -> None:
-    for _ in range(2):  # now one, now the other is seen first
-        done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), "lost", "shm"])
-        assert "PeerLostError" in done.stderr and done.returncode == 7, done.stderr
-        assert re.search(r"pycomm run: rank 1 \(pid \d+\) failed first, with exit code 7", done.stderr), done.stderr
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_who_lost_a_rank_is_not_taken_for_the_first_to_fail(transport: str) -> None:
+    done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), "lost", transport])
+    assert "PeerLostError" in done.stderr and done.returncode == 7, done.stderr
+    assert re.search(r"pycomm run: rank 1 \(pid \d+\) failed first, with exit code 7", done.stderr), done.stderr
 
 
 def test_a_probe_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
