@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any
@@ -109,36 +109,33 @@ def make_table(title: str, rows: Sequence[Row], places: Sequence[str], peer_name
 
     Where there is no room the places stand below each other; figures are never cut.
     """
-    whole = _table(title, rows, places, peer_names)
-    return whole if len(places) == 1 else FirstThatFits(whole, _below(title, rows, places, peer_names))
+    heads = {place: f"{'in' if place == 'in' else 'out of'} place" for place in places}
+    whole = _table(title, rows, heads, peer_names)
+    if len(places) == 1:
+        return whole
+    below = (_table(f"{title}, {head}", rows, {place: ""}, peer_names) for place, head in heads.items())
+    return FirstThatFits(whole, Group(*below))
 
 
-def _below(title: str, rows: Sequence[Row], places: Sequence[str], peer_names: Sequence[str]) -> RenderableType:
-    return Group(*(_table(f"{title}, {_where(place)}", rows, [place], peer_names) for place in places))
-
-
-def _where(place: str) -> str:
-    return f"{'in' if place == 'in' else 'out of'} place"
-
-
-def _table(title: str, rows: Sequence[Row], places: Sequence[str], peer_names: Sequence[str]) -> FittingTable:
+def _table(title: str, rows: Sequence[Row], heads: Mapping[str, str], peer_names: Sequence[str]) -> FittingTable:
+    """Returns the table of the places of ``heads``, which has what stands above the columns of each."""
     # The element type and the operator are the same in all rows.
     peers = [f"\n{peer} us" for peer in peer_names]
-    dispensable = ["redop", "type", "count", "\np99 us", "\nalgbw GB/s", *peers] if len(places) == 1 else []
+    dispensable = ["redop", "type", "count", "\np99 us", "\nalgbw GB/s", *peers] if len(heads) == 1 else []
     table = FittingTable(title, dispensable=dispensable)
     table.header_style, table.box = "bold", SIMPLE_HEAD
     for name in ("bytes", "count", "type", "redop"):
         table.add_column(name, justify="right")
-    for place in places:
+    for head in heads.values():
         names = ["time us", "p99 us", "algbw GB/s", "busbw GB/s", "#wrong"]
         names += [f"{peer} us" for peer in peer_names] + (["ratio", "best peer"] if peer_names else [])
         for index, name in enumerate(names):
-            table.add_column(f"{_where(place) if index == 0 else ''}\n{name}", justify="right")
+            table.add_column(f"{head if index == 0 else ''}\n{name}", justify="right")
     for row in rows:
         case = next(iter(row.values())).case
         op = case.op.lower() if case.verb in ("all_reduce", "reduce", "reduce_scatter") else "none"
         cells = [format_bytes(case.nbytes), str(case.numel), case.dtype, op]
-        for place in places:
+        for place in heads:
             cells += _place_cells(row.get(place), peer_names)
         table.add_row(*cells)
     return table
