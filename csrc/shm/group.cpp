@@ -97,7 +97,6 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
     setup_.check_interrupt();
     const int pid = setup_.pids[leader];
     if (has_ended(setup_.pidfds[leader])) throw PeerLost("lost", waiter_->where("new_group"), leader, pid, exit_status(setup_.pidfds[leader], pid));
-    if (has_left(leader)) throw PeerLost("closed", waiter_->where("new_group"), leader, pid, 0);
     if (monotonic_ns() > deadline_ns) throw Timeout("late", waiter_->where("new_group"), {leader, pid, setup_.timeout_ns});
     usleep(50);
   }
@@ -106,9 +105,6 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
 
 bool Group::is_in_child() const { return forks() != forks_at_start_; }
 
-bool Group::has_left(int rank) const {
-  return __atomic_load_n(&reinterpret_cast<Sleeper*>(area_ + at_.sleepers)[rank].is_gone, __ATOMIC_ACQUIRE) != 0;
-}
 
 void Group::set_name(const std::string& name) {
   setup_.name = name;

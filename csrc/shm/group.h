@@ -201,7 +201,6 @@ class Group {
   // Runs what may fail on this rank alone (memory, descriptors); the others, who wait for it, are then told.
   template <class Run>
   void or_tell(Run run);
-  bool has_left(int rank) const;         // it has closed the group
   void use_ring();                       // populates this rank's ring, once
   void use_region();                     // the region that this rank fills first
   std::size_t take(std::size_t bytes);   // the next `bytes` of the ring; the same place on every rank
