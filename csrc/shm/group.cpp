@@ -105,7 +105,6 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
 
 bool Group::is_in_child() const { return forks() != forks_at_start_; }
 
-
 void Group::set_name(const std::string& name) {
   setup_.name = name;
   waiter_->name(name, &seq_);
