@@ -121,6 +121,8 @@ def data_and_tensor(optimizer_name: str, max_norm: float | None = None) -> float
         if max_norm is not None:
             clip_grad_norm_(ddp.parameters(), max_norm, group=tp)
         optimizer.step()
+    with pytest.raises(pycomm.ConfigError, match="cut over ranks"):
+        ddp.clip_grad_norm_(1.0)
     return error_of(dict(model.named_parameters()), train_alone(optimizer_name, max_norm), tp)
 
 
@@ -138,6 +140,8 @@ def sharded_and_tensor(optimizer_name: str) -> float:
         optimizer.step()
     with pytest.raises(pycomm.ConfigError, match="got shards of FullyShardedDataParallel"):
         clip_grad_norm_(fsdp.parameters(), 1.0, group=tp)
+    with pytest.raises(pycomm.ConfigError, match="cut over ranks"):
+        fsdp.clip_grad_norm_(1.0)
     held, planned = fsdp.memory_stats(), state_bytes(numel, "FULL_SHARD", 4, "fp32", optimizer_name)
     names = ("parameters", "gradients", "optimizer")
     told = torch.tensor([float(getattr(held, name).device) for name in names])

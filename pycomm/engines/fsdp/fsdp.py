@@ -26,6 +26,7 @@ from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, refuse, start_sum
 from .._agreement import Roster, check_same_model
 from .._buffers import broadcast_tensors, make_equal
+from .._cuts import refuse_cut
 from .._names import keep_names
 from .flat import FlatParameter, Layout
 from .ledger import Ledger, MemoryStats
@@ -210,8 +211,10 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients down to a 2-norm of at most ``max_norm`` over the whole model; returns the norm it was.
 
-        Called by every rank; all get the same number.
+        Called by every rank; all get the same number. Raises ConfigError for parameters that are cut.
         """
+        advice = "a norm over shards and parts is not there; clip by value, or cut without sharding"
+        refuse_cut(self.module.parameters(), "FullyShardedDataParallel.clip_grad_norm_", advice)
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None and p.grad.numel()]
         gradients = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]

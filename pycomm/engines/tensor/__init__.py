@@ -3,7 +3,7 @@
 functions.py   what is exchanged in the forward pass, and what in the backward pass
 layers.py      linear layers, embedding, norm        loss.py     cross entropy of scores that are cut
 blocks.py      attention and two-layer network       convert.py  an ordinary module made parallel
-cuts.py        which parameters are cut, and how     clip.py     the norm of all gradients
+cuts.py        layers whose parameters are cut       clip.py     the norm of all gradients
 """
 
 from __future__ import annotations

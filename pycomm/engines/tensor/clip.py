@@ -11,8 +11,8 @@ from torch.nn.utils import clip_grads_with_norm_
 import pycomm
 
 from ...errors import ConfigError
+from .._cuts import cut_of
 from ..fsdp.wrap import SHARDED
-from .cuts import cut_of
 
 __all__ = ["clip_grad_norm_"]
 

@@ -1,9 +1,9 @@
-"""How a parameter is cut: said on the parameter itself, for those that count parameters, tie them or gather them."""
+"""What layers whose parameters are cut have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -12,26 +12,12 @@ import pycomm
 
 from ...errors import ConfigError
 from .._agreement import check_same_model
+from .._cuts import Cut, mark_cut
 from .functions import own_part
 
-__all__ = ["Cut", "CutLayer", "cut_of"]
+__all__ = ["CutLayer"]
 
-_CUT = "_pycomm_cut"  # the attribute: a plain tuple, for torch.load takes no classes of ours
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-class Cut(NamedTuple):
-    """A rank has its part of a whole along ``dim``, or of each of so many ``blocks`` of it; ``ranks`` are global."""
-
-    dim: int
-    blocks: int
-    ranks: tuple[int, ...]
-
-
-def cut_of(parameter: torch.Tensor) -> Cut | None:
-    """Returns how ``parameter`` is cut; None if it is whole."""
-    found = getattr(parameter, _CUT, None)
-    return None if found is None else Cut(*found)
 
 
 class CutLayer(nn.Module):
@@ -45,7 +31,7 @@ class CutLayer(nn.Module):
         """Also says on ``param`` how it is cut."""
         super().register_parameter(name, param)
         if param is not None and name in self._dims:
-            setattr(param, _CUT, (self._dims[name], self.blocks, self.group.ranks))
+            mark_cut(param, Cut(self._dims[name], self.blocks, self.group.ranks))
 
     def _take_part(self, name: str, whole: torch.Tensor | None) -> None:
         """Makes this rank's part of ``whole``, or a copy where it is not cut, its parameter ``name``."""
