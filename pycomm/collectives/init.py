@@ -17,7 +17,7 @@ from .. import env, topology
 from ..algorithms.executor import meet
 from ..algorithms.selection import Selector, load_table
 from ..config import LOG_LEVELS, Config, seconds, whole_number
-from ..errors import CollectiveTimeoutError, ConfigError, NativeUnavailableError
+from ..errors import ConfigError, NativeUnavailableError
 from ..topology import LaunchInfo, Topology
 from ..transport import TRANSPORTS, ConnectSpec, Look, Patience, Transport, connect
 from .agreement import agree_on_selector
@@ -295,26 +295,14 @@ def _connect(
     transport.group_name = name
     try:
         if look is not None:  # else a rank that gave up, and is no member, would be waited for where nobody looks
-            _await_members(store, rank, world_size, Patience(config.timeout_s, look))
+            # From then on who leaves closes the group, or dies.
+            Patience(config.timeout_s, look).meet(store, "connected", rank, world_size, word="1", to="connect")
         meet(transport)
     except BaseException:
         transport.close()
         raise
     _log.info("rank %d of %d of group %r joined by transport %s", rank, world_size, name, kind)
     return transport
-
-
-def _await_members(store: Store, rank: int, world_size: int, patience: Patience) -> None:
-    """Returns once every rank has said that it has connected. From then on who leaves closes the group, or dies."""
-    keys = [f"connected{member}" for member in range(world_size)]
-    store.set(keys[rank], "1")
-    try:
-        patience.wait(store, keys)
-    except RuntimeError as error:  # torch's
-        raise CollectiveTimeoutError(
-            f"init on rank {rank} of {world_size}: the others did not connect within {patience.timeout_s:.3g} s "
-            f"({str(error).partition(chr(10))[0]}); see their own errors"
-        ) from error
 
 
 def _choose_transport(name: str, host_ids: tuple[str, ...]) -> str:

@@ -31,6 +31,7 @@ from ._buffers import broadcast_tensors, check_writable, make_equal
 from ._cuts import refuse_cut
 from ._join import Join
 from ._names import keep_names
+from ._norms import norm_of
 
 __all__ = ["DistributedDataParallel"]
 
@@ -171,7 +172,7 @@ class DistributedDataParallel(nn.Module):
         gradients = [each for bucket in self.reducer.buckets for each in bucket.gradients()]
         if not gradients:
             return torch.zeros((), dtype=torch.float32, device=self.reducer.parameters[0].device)
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([_norm(each) for each in gradients]))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm_of(each) for each in gradients]))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if factor < 1.0:
             for gradient in gradients:
@@ -204,10 +205,3 @@ class DistributedDataParallel(nn.Module):
             f"forward: the module's parameters are not those that DistributedDataParallel was made with: {change}. "
             f"Wrap the module again after changing it"
         )
-
-
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns its 2-norm, of half precision in float32."""
-    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
-    return norm

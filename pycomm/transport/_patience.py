@@ -10,6 +10,8 @@ from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
+from ..errors import CollectiveTimeoutError
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -55,6 +57,22 @@ class Patience:
             return self.left_s()
         self._look()
         return min(self.left_s(), _SLICE_S)
+
+    def meet(self, store: Store, name: str, rank: int, world_size: int, *, word: str, to: str) -> list[str]:
+        """Leaves ``word`` in ``store`` and returns the keys of all ranks' words once they are there.
+
+        Raises CollectiveTimeoutError, which says what they were ``to`` do, if one does not come or the store is gone.
+        """
+        keys = [f"{name}{member}" for member in range(world_size)]
+        store.set(keys[rank], word)
+        try:
+            self.wait(store, keys)
+        except RuntimeError as error:  # torch's
+            raise CollectiveTimeoutError(
+                f"init on rank {rank} of {world_size}: the others did not {to} within {self.timeout_s:.3g} s; see "
+                f"their own errors ({str(error).partition(chr(10))[0]})"
+            ) from error
+        return keys
 
     def wait(self, store: Store, keys: Sequence[str]) -> None:
         """Returns once all ``keys`` are in ``store``; raises what the store does at the deadline, or if it is gone."""

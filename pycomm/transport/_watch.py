@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed
 
-from ..errors import CollectiveTimeoutError, NativeUnavailableError
+from ..errors import NativeUnavailableError
 from ..ops import native
 from ..topology import host_id
 from ._patience import Patience
@@ -139,15 +139,8 @@ class Watch:
 
         Raises CollectiveTimeoutError if one does not come within ``patience``.
         """
-        keys = [f"process{member}" for member in range(world_size)]
-        store.set(keys[rank], json.dumps(_this_process()))
-        try:
-            patience.wait(store, keys)
-        except RuntimeError as error:  # torch's
-            raise CollectiveTimeoutError(
-                f"init on rank {rank} of {world_size}: the others did not come to connect within "
-                f"{patience.timeout_s:.3g} s; see their own errors ({str(error).partition(chr(10))[0]})"
-            ) from error
+        process = json.dumps(_this_process())
+        keys = patience.meet(store, "process", rank, world_size, word=process, to="come to connect")
         can_multi_get = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
         told = store.multi_get(keys) if can_multi_get else [store.get(key) for key in keys]
         members = []

@@ -28,6 +28,7 @@ from .._agreement import Roster, check_same_model
 from .._buffers import broadcast_tensors, make_equal
 from .._cuts import refuse_cut
 from .._names import keep_names
+from .._norms import norm_of
 from .flat import FlatParameter, Layout
 from .ledger import Ledger, MemoryStats
 from .options import OFFLOADS, Precision, ranks_of, strategy_of
@@ -216,8 +217,7 @@ class FullyShardedDataParallel(nn.Module):
         advice = "a norm over shards and parts is not there; clip by value, or cut without sharding"
         refuse_cut(self.module.parameters(), "FullyShardedDataParallel.clip_grad_norm_", advice)
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None and p.grad.numel()]
-        gradients = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+        norms = [norm_of(each).to(torch.float32) for each in gradients]  # as those of ranks without any
         home = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         total = torch.stack(norms).square().sum().view(1) if norms else torch.zeros(1, dtype=torch.float32, device=home)
         if self._ranks.shards is not None:

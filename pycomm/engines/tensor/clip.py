@@ -12,6 +12,7 @@ import pycomm
 
 from ...errors import ConfigError
 from .._cuts import cut_of
+from .._norms import norm_of
 from ..fsdp.wrap import SHARDED
 
 __all__ = ["clip_grad_norm_"]
@@ -46,11 +47,7 @@ def clip_grad_norm_(
 
 def _norm(parameters: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Returns the norm of all their gradients, ``()``, in float32 at least, on ``device``."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    norms = [
-        torch.linalg.vector_norm(each, norm_type, dtype=torch.promote_types(each.dtype, torch.float32))
-        for each in gradients
-    ]
+    norms = [norm_of(each.grad, norm_type) for each in parameters if each.grad is not None]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(device) for each in norms]), norm_type)

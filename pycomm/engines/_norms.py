@@ -1,0 +1,14 @@
+"""The norm of one gradient, of which those of all are made up: in float32 at least, also of complex numbers."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["norm_of"]
+
+
+def norm_of(gradient: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
+    """Returns the norm of ``gradient``, ``()``, of half precision in float32."""
+    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(real, norm_type, dtype=torch.promote_types(real.dtype, torch.float32))
+    return norm
