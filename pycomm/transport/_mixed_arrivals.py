@@ -35,6 +35,7 @@ class Arrivals:
         self._changed = threading.Condition()  # guards what follows
         self._left: Counter[tuple[int, int]] = Counter()  # by (peer, tag): announced - taken; may be negative
         self._asked: list[_Receive] = []  # those whose sender is not known, and those behind them
+        self._announcing: list[Request] = []  # announcements of messages that have been taken
         self._error: PycommError | None = None
         self._is_listening = False
         self._is_closed = False
@@ -65,6 +66,11 @@ class Arrivals:
             f"rank {self._transport.rank} waited {limit_s:.3g} s for a message from {sender} with tag {receive.tag}, "
             f"none came; see whether a rank sends one, or raise the timeout"
         )
+
+    def keep(self, announcement: Request) -> None:
+        """Keeps what has not been heard yet: a receiver that listens is to count it, late as it is."""
+        with self._changed:
+            self._announcing = [each for each in (*self._announcing, announcement) if not _has_ended(each)]
 
     @property
     def timeout_s(self) -> float:
@@ -140,14 +146,28 @@ class _Receive(Request):
 
 
 class Announced(Request):
-    """A message of a user, and its announcement, which must live as long."""
+    """A message of a user, behind its announcement. It is complete when the message is: a receiver that knows its
+    sender takes it without listening, and may be done, and gone, before it hears of it.
+    """
 
-    def __init__(self, announcement: Request, message: Request) -> None:
-        self._both = announcement, message
+    def __init__(self, announcement: Request, message: Request, arrivals: Arrivals) -> None:
+        self._announcement = announcement
+        self._message = message
+        self._arrivals = arrivals
 
     def test(self) -> bool:
-        return all(request.test() for request in self._both)
+        if not self._message.test():
+            return False
+        self._arrivals.keep(self._announcement)
+        return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        for request in reversed(self._both):
-            request.wait(timeout_s)
+        self._message.wait(timeout_s)
+        self._arrivals.keep(self._announcement)
+
+
+def _has_ended(announcement: Request) -> bool:
+    try:
+        return announcement.test()
+    except PycommError:  # who needed it is gone
+        return True

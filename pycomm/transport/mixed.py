@@ -199,8 +199,9 @@ class MixedTransport(Transport):
         if tag >= FIRST_OWN_TAG:
             return self.start(flat, peer, tag, is_send=True)
         told = torch.tensor([tag], dtype=torch.int64, device="cpu")
-        announcement = self.start(told, peer, ANNOUNCEMENT_TAG, is_send=True)
-        return Announced(announcement, self.start(flat, peer, tag, is_send=True))
+        with self.ending_both(), self._starting:
+            announcement = self._start(told, peer, ANNOUNCEMENT_TAG, is_send=True)
+        return Announced(announcement, self.start(flat, peer, tag, is_send=True), self._arrivals)
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
         if tag < FIRST_OWN_TAG:
@@ -210,11 +211,14 @@ class MixedTransport(Transport):
 
     def start(self, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> _Routed:
         """Starts a message, unannounced, on the way to or from ``peer``."""
+        with self.ending_both(), self._starting:
+            request = self._start(flat, peer, tag, is_send=is_send)
+        return _Routed(self, request, peer, tag < FIRST_OWN_TAG)
+
+    def _start(self, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Request:
         local = self._local.get(peer)
         part, its_rank = (self.outer, peer) if local is None else (self.inner, local)
-        with self.ending_both(), self._starting:
-            request = part.isend(flat, its_rank, tag) if is_send else part.irecv(flat, its_rank, tag)
-        return _Routed(self, request, peer, tag < FIRST_OWN_TAG)
+        return part.isend(flat, its_rank, tag) if is_send else part.irecv(flat, its_rank, tag)
 
     def _start_outside(self, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Request:
         """Starts a message of a call that as a whole is in ``ending_both``: 64 of them in an all_reduce of 16 MiB."""

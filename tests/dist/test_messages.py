@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,21 @@ def receive_from_those_who_leave(rank: int) -> None:
 @pytest.mark.parametrize("transport", WRAPPERS)
 def test_a_receive_from_any_rank_ends_when_all_have_left(transport: str) -> None:
     run_ranks(3, receive_from_those_who_leave, transport=transport)
+
+
+def take_what_it_has_not_heard_of(rank: int) -> None:
+    """Rank 0 knows who sends, and closes the group while the announcements are under way to it; nobody minds."""
+    if rank == 0:
+        transport: Any = my_transport()
+        transport.listen = lambda *_: threading.Event().wait()
+        for peer in (1, 2):
+            assert pycomm.recv(torch.zeros(300), peer) == peer
+    else:
+        pycomm.isend(torch.full((300,), float(rank)), 0).wait()
+        work = pycomm.isend(torch.full((300,), float(rank)), 3 - rank)
+        assert pycomm.recv(torch.zeros(300)) == 3 - rank  # from anyone; and rank 0 has gone
+        work.wait()
+
+
+def test_a_message_is_sent_when_it_is_taken() -> None:
+    run_ranks(3, take_what_it_has_not_heard_of, transport="mixed")

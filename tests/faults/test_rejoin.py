@@ -12,10 +12,10 @@ import pycomm
 from harness import run_ranks
 from pycomm.collectives import init
 from pycomm.fault import Membership, membership
+from pycomm.transport import Patience
 
 RANKS = 3
 AWAY_S = 0.3  # until it is started again: the others wait for it meanwhile, each where it got to
-MOMENTS = ("exchange_hosts", "_connect", "_await_members")  # functions of a joining rank: it dies as it comes to one
 
 
 class Dies(Exception):
@@ -24,6 +24,17 @@ class Dies(Exception):
 
 def die(*_arguments: object) -> None:
     raise Dies
+
+
+def die_connected(patience: Patience, store: dist.Store, name: str, *arguments: int, **words: str) -> list[str]:
+    if name == "connected":
+        raise Dies
+    return meet(patience, store, name, *arguments, **words)
+
+
+meet = Patience.meet
+# Functions of a joining rank, and what they are for one that dies as it comes there.
+MOMENTS = ((init, "exchange_hosts", die), (init, "_connect", die), (Patience, "meet", die_connected))
 
 
 def come_back(rank: int, port: int, transport: str) -> list[float]:
@@ -36,13 +47,13 @@ def come_back(rank: int, port: int, transport: str) -> list[float]:
         begin = time.monotonic()
         if rank == victim:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(Dies):
-                patch.setattr(init, moment, die)
+                patch.setattr(*moment)
                 member.join()
             time.sleep(AWAY_S)
             member = Membership(rank, RANKS, job, transport=transport)
         generation = member.join()
         took_s.append(time.monotonic() - begin)
-        assert generation.number == 2, f"{moment} of rank {victim}"
+        assert generation.number == 2, f"{moment[1]} of rank {victim}"
         check_sum()
         pycomm.barrier()
         pycomm.finalize()
