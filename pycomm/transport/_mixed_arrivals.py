@@ -7,6 +7,9 @@ ahead of the message. The receiver listens to announcements, one standing receiv
 on. It then knows what is on its way, and a receive from any rank becomes one from the rank whose announcement nobody
 has taken. Receives take messages in the order in which they were asked for: one from a certain rank waits behind those
 from any rank with its tag. Messages of collectives are not announced: their peers are known.
+
+Ranks that close the group leave word of how many messages they have announced. Once all others have, and all of that
+has been heard, a receive that nobody's message is for will get none.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Announced", "Arrivals"]
 
+_ASK_S = 0.25  # of waiting, between two looks at who has left
+
 
 class Arrivals:
     """Which messages of users are announced and which are asked for; see [Note: messages from any rank]."""
@@ -33,6 +38,7 @@ class Arrivals:
     def __init__(self, transport: MixedTransport) -> None:
         self._transport = transport
         self._changed = threading.Condition()  # guards what follows
+        self._heard: Counter[int] = Counter()  # announcements by peer
         self._left: Counter[tuple[int, int]] = Counter()  # by (peer, tag): announced - taken; may be negative
         self._asked: list[_Receive] = []  # those whose sender is not known, and those behind them
         self._announcing: list[Request] = []  # announcements of messages that have been taken
@@ -51,12 +57,17 @@ class Arrivals:
 
     def has_started(self, receive: _Receive, timeout_s: float) -> bool:
         """Whether the sender of ``receive`` is known and its message is being received; waits for it."""
-        if receive.request is None:
+        deadline = time.monotonic() + timeout_s
+        while receive.request is None:
+            left_s = deadline - time.monotonic()
             with self._changed:
-                self._changed.wait_for(lambda: receive.request or receive.error or self._error, timeout_s)
-                error = receive.error or self._error
+                self._changed.wait_for(lambda: receive.request or receive.error or self._error, min(left_s, _ASK_S))
+                error, heard = receive.error or self._error, self._heard.copy()
             if receive.request is None and error is not None:
                 raise error
+            if receive.request is not None or left_s <= _ASK_S:
+                break
+            self._transport.check_senders(receive.flat.nbytes, receive.tag, heard)
         return receive.request is not None
 
     def no_message(self, receive: _Receive, limit_s: float) -> CollectiveTimeoutError:
@@ -113,6 +124,7 @@ class Arrivals:
             while not self._is_closed:
                 peer = self._transport.listen(part, tag)
                 with self._changed:
+                    self._heard[peer] += 1
                     self._left[peer, int(tag)] += 1
                     self._assign()
                     self._changed.notify_all()

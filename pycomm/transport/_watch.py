@@ -22,7 +22,7 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed
@@ -264,6 +264,20 @@ class Watch:
                 store.set("news", "1")
         self._store = None
 
+    def all_left(self, tag: int, received: Mapping[int, int]) -> Failure | None:
+        """Says, by a trip to the store, whether all others have closed the group and what they sent with ``tag`` is
+        here: ``received`` are that many, by rank.
+        """
+        store = self._store
+        with contextlib.suppress(RuntimeError):
+            words = {} if store is None or not store.check(["news"]) else self._last_words(store)
+            if words and all(word and self._sent_by(word, tag) <= received[rank] for rank, word in words.items()):
+                return self._closed(min(words))
+        return None
+
+    def _last_words(self, store: Any) -> dict[int, _LastWord | None]:
+        return {rank: _last_word(store, rank) for rank in range(len(self._ranks)) if rank != self._rank}
+
     def _ask(self, call: int, message: Message | None) -> Failure | None:
         """Reads what the others left in the store."""
         store = self._store
@@ -271,7 +285,7 @@ class Watch:
             if store is None or not store.check(["news"]):
                 return self.failure
             self.failure = self.failure or _told(store)
-            words = {rank: _last_word(store, rank) for rank in range(len(self._ranks)) if rank != self._rank}
+            words = self._last_words(store)
             for rank, word in words.items():
                 if self.failure is None and word is not None and self._is_short(word, rank, call, message):
                     self.failure = self._closed(rank)
@@ -301,9 +315,11 @@ class Watch:
 
     def _has_all(self, word: _LastWord, rank: int, tag: int) -> bool:
         """Says whether all messages are here that ``rank`` had sent, by its last word, with this tag."""
-        place = rank, tag % _TAGS
         with self.counting:
-            return word.sent.get(f"{self._rank}/{place[1]}", 0) <= self._received[place]
+            return self._sent_by(word, tag) <= self._received[rank, tag % _TAGS]
+
+    def _sent_by(self, word: _LastWord, tag: int) -> int:
+        return word.sent.get(f"{self._rank}/{tag % _TAGS}", 0)
 
     def _closed(self, rank: int) -> Failure:
         return Failure("closed", rank, self._members[rank].pid if self._members else 0)

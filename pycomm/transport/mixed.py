@@ -16,7 +16,7 @@ import contextlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -201,6 +201,8 @@ class MixedTransport(Transport):
         told = torch.tensor([tag], dtype=torch.int64, device="cpu")
         with self.ending_both(), self._starting:
             announcement = self._start(told, peer, ANNOUNCEMENT_TAG, is_send=True)
+            if peer in self._local and isinstance(self.outer, WatchedTransport):
+                self.outer.watch.send(peer, ANNOUNCEMENT_TAG)  # it counts those that it carries by itself
         return Announced(announcement, self.start(flat, peer, tag, is_send=True), self._arrivals)
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
@@ -231,6 +233,13 @@ class MixedTransport(Transport):
             request: Any = part.irecv(box, None, ANNOUNCEMENT_TAG)
         request.wait(_FOR_EVER_S)
         return int(self._neighbours[request.source] if part is self.inner else request.source)
+
+    def check_senders(self, nbytes: int, tag: int, heard: Mapping[int, int]) -> None:
+        """Raises PeerLostError if nobody is left who could send a message: ``heard`` are announcements, by rank."""
+        if isinstance(self.outer, WatchedTransport):
+            failure = self.outer.watch.all_left(ANNOUNCEMENT_TAG, heard)
+            if failure is not None:
+                raise self.outer.failed(f"receiving {nbytes} bytes from any rank with tag {tag}", failure)
 
     @contextlib.contextmanager
     def ending_both(self, is_users: bool = False) -> Iterator[None]:

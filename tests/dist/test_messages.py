@@ -232,7 +232,7 @@ def receive_from_those_who_leave(rank: int) -> None:
         pycomm.recv(got)
 
 
-@pytest.mark.parametrize("transport", WRAPPERS)
+@pytest.mark.parametrize("transport", [*WRAPPERS, "mixed"])
 def test_a_receive_from_any_rank_ends_when_all_have_left(transport: str) -> None:
     run_ranks(3, receive_from_those_who_leave, transport=transport)
 
