@@ -157,6 +157,8 @@ class Posted(Request):
         self._ended.release()
 
     def _error_of(self, error: RuntimeError) -> PycommError:
+        if self.tag == ANNOUNCEMENT_TAG and self._message is not None and self._message.is_sent:
+            return wording.used_closed(self._transport.place(self.doing))  # no failure, unless of what it announces
         return self._transport.error_of(error, self.doing, self._transport.timeout_s, self.source)
 
     def _raise_or_true(self) -> bool:
