@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         reduce_scatter_tensor,
     )
     from .collectives.work import Work
+    from .engines.clip import clip_grad_norm_
     from .engines.ddp import DistributedDataParallel
     from .engines.fsdp import FullyShardedDataParallel, fully_shard
     from .engines.mesh import Mesh
@@ -100,6 +101,7 @@ _MODULE_OF = {
         "collectives.verbs": "all_gather_into_tensor all_gather_single all_reduce all_reduce_mean all_to_all_single "
         "barrier broadcast reduce reduce_scatter_single reduce_scatter_tensor",
         "collectives.work": "Work",
+        "engines.clip": "clip_grad_norm_",
         "engines.ddp": "DistributedDataParallel",
         "engines.fsdp": "FullyShardedDataParallel fully_shard",
         "engines.mesh": "Mesh",
@@ -155,6 +157,7 @@ __all__ = [
     "broadcast_object_list",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "clip_grad_norm_",
     "coalescing",
     "compression",
     "empty",

@@ -8,7 +8,7 @@ __all__ = ["norm_of"]
 
 
 def norm_of(gradient: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
-    """Returns the norm of ``gradient``, ``()``, of half precision in float32."""
-    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(real, norm_type, dtype=torch.promote_types(real.dtype, torch.float32))
+    """Returns the norm of ``gradient``, ``()``, of half precision in float32; complex numbers count by their size."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm

@@ -28,8 +28,8 @@ from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
 from ._agreement import Roster, check_same_model, trained_parameters
 from ._buffers import broadcast_tensors, check_writable, make_equal
-from ._cuts import refuse_cut
 from ._join import Join
+from ._marks import refuse_cut
 from ._names import keep_names
 from ._norms import norm_of
 
@@ -167,7 +167,7 @@ class DistributedDataParallel(nn.Module):
         Alike on all ranks after ``backward()``, whose results are equal; inside ``no_sync`` it is this rank's own. A
         parameter whose ``.grad`` is None has no part in it. Raises ConfigError for parameters that are cut.
         """
-        advice = "call pycomm.engines.tensor.clip_grad_norm_(model.parameters(), max_norm, group=...) with their group"
+        advice = "call pycomm.clip_grad_norm_(model.parameters(), max_norm, tensor=...) with their group"
         refuse_cut(self.reducer.parameters, "DistributedDataParallel.clip_grad_norm_", advice)
         gradients = [each for bucket in self.reducer.buckets for each in bucket.gradients()]
         if not gradients:

@@ -17,10 +17,11 @@ PUBLIC_NAMES = """
     Group Mesh NON_MEMBER NativeUnavailableError P2POp PeerLostError Pipeline PlanError PremulSum PycommError
     ReduceOp TransportError Work __version__ all_gather all_gather_into_tensor all_gather_object all_gather_single
     all_reduce all_reduce_mean all_to_all all_to_all_single barrier batch_isend_irecv broadcast
-    broadcast_object_list broadcast_optimizer_state broadcast_parameters coalescing compression empty explain
-    finalize fully_shard gather gather_object get_group init irecv is_initialized isend local_rank monitor new_group
-    overlap plan_parallelism premul_sum rank recv recv_object_list reduce reduce_scatter reduce_scatter_single
-    reduce_scatter_tensor scatter scatter_object_list send send_object_list split verify world_size zeros
+    broadcast_object_list broadcast_optimizer_state broadcast_parameters clip_grad_norm_ coalescing compression
+    empty explain finalize fully_shard gather gather_object get_group init irecv is_initialized isend local_rank
+    monitor new_group overlap plan_parallelism premul_sum rank recv recv_object_list reduce reduce_scatter
+    reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list split verify
+    world_size zeros
 """.split()
 
 ENVIRONMENT = {

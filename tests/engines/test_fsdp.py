@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import pycomm
-from engines.cases import BOUND, MODELS, OPTIMIZERS, Branches
+from engines.cases import BOUND, MODELS, OPTIMIZERS, Branches, batches, loss_of, make
 from engines.fsdp_cases import STRATEGIES, error_of, expected_of, train
 from harness import run_ranks
 from pycomm.engines.tensor import ColumnParallelLinear, RowParallelLinear
@@ -58,6 +58,7 @@ def hybrid_job(rank: int) -> dict[str, float]:
     with pytest.raises(pycomm.ConfigError, match=r"got no gradient.*rank 0 of group .*idle"):
         fsdp = pycomm.FullyShardedDataParallel(Branches(), mesh, strategy="hybrid_shard")
         fsdp(torch.ones(1, 2), is_left=True).sum().backward()
+    clip_hybrid(mesh)
     grid = pycomm.Mesh(dp=2, tp=2)
     torch.manual_seed(5)
     alone = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
@@ -74,6 +75,20 @@ def hybrid_job(rank: int) -> dict[str, float]:
     with torch.no_grad():
         errors["with tensor parallelism"] = (fsdp(inputs) - alone(inputs)).abs().max().item() / bound
     return errors
+
+
+def clip_hybrid(mesh: pycomm.Mesh) -> None:
+    """Each shard counts once, though replicas have it too."""
+    inputs, targets = next(batches("mlp"))
+    alone, fsdp = make("mlp"), pycomm.FullyShardedDataParallel(make("mlp"), mesh, strategy="hybrid_shard")
+    loss_of(alone, inputs, targets).backward()
+    loss_of(fsdp, inputs.chunk(4)[pycomm.rank()], targets.chunk(4)[pycomm.rank()]).backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    torch.testing.assert_close(fsdp.clip_grad_norm_(0.1), expected)
+    norm = pycomm.clip_grad_norm_(fsdp.parameters(), 1.0, shards=mesh.group("fsdp"))
+    torch.testing.assert_close(norm, torch.tensor(0.1))
+    with pytest.raises(pycomm.ConfigError, match="shards=: .* sharded, got group 'dp' of ranks"):
+        pycomm.clip_grad_norm_(fsdp.parameters(), 1.0, shards=mesh.group("dp"))
 
 
 def test_hybrid_shards_and_meshes() -> None:

@@ -22,7 +22,6 @@ from pycomm.engines.tensor import (
     TensorParallelAttention,
     TensorParallelMLP,
     VocabParallelEmbedding,
-    clip_grad_norm_,
     cut_same,
     parallelize,
 )
@@ -272,7 +271,7 @@ def test_autocast() -> None:
 
 def clip_job(rank: int) -> list[float]:
     """Each part counts once, and what is whole once, so the norm is that of one process."""
-    norms = []
+    norms, group = [], pycomm.get_group()
     for kind, dtype in (("cut", torch.float32), ("sequence", torch.float32), ("cut", torch.bfloat16)):
         alone, cut = GPT("ordinary"), GPT(kind).to(dtype)
         tokens = torch.randint(VOCABULARY, (3, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -282,21 +281,21 @@ def clip_job(rank: int) -> list[float]:
         bound = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.02}
         for max_norm, norm_type in ((100.0, 2.0), (0.5, 2.0), (0.4, 1.0), (0.01, float("inf"))):
             expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm, norm_type)
-            norm = clip_grad_norm_(cut.parameters(), max_norm, norm_type)
+            norm = pycomm.clip_grad_norm_(cut.parameters(), max_norm, norm_type, tensor=group)
             torch.testing.assert_close(norm, expected, **bound)
             for name, parameter in cut.named_parameters():
                 torch.testing.assert_close(parameter.grad.float(), part_of(name, ordinary[name].grad), **bound)
             norms.append(norm.item())
-    half = pycomm.new_group([rank])
-    with pytest.raises(pycomm.ConfigError, match=rf"cut over ranks \({rank},\) .*cut over \(0, 1"):
-        clip_grad_norm_(cut.parameters(), 1.0, group=half)
-    with pytest.raises(pycomm.ConfigError, match="got 4, cut over none"):
-        clip_grad_norm_(PlainAttention(4, 2).parameters(), 1.0)
-    with pytest.raises(pycomm.ConfigError, match="norm_type: expected a number above 0, or inf, got 0"):
-        clip_grad_norm_(cut.parameters(), 1.0, 0)
+    lone = pycomm.new_group([rank])
+    with pytest.raises(pycomm.ConfigError, match=rf"ranks \(0, 1.* are cut, got group .* of ranks \({rank},\)"):
+        pycomm.clip_grad_norm_(cut.parameters(), 1.0, tensor=lone)
+    whole = PlainAttention(4, 2)
+    whole(torch.ones(1, 2, 4)).sum().backward()
+    expected = torch.stack([each.grad.norm() for each in whole.parameters()]).norm()
+    torch.testing.assert_close(pycomm.clip_grad_norm_(whole.parameters(), 1.0, tensor=group), expected)
     cut.head.weight = nn.Parameter(cut.head.weight.detach().clone())  # as load_state_dict(assign=True) does
     cut.head.weight.grad = torch.ones_like(cut.head.weight)
-    norm = clip_grad_norm_([cut.head.weight], 1.0)
+    norm = pycomm.clip_grad_norm_([cut.head.weight], 1.0, tensor=group)
     assert norm.item() == pytest.approx((VOCABULARY * WIDTH) ** 0.5)
     file = io.BytesIO()
     torch.save(cut.head.weight, file)

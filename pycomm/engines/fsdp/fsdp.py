@@ -26,9 +26,8 @@ from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, refuse, start_sum
 from .._agreement import Roster, check_same_model
 from .._buffers import broadcast_tensors, make_equal
-from .._cuts import refuse_cut
 from .._names import keep_names
-from .._norms import norm_of
+from ..clip import clip_grad_norm_
 from .flat import FlatParameter, Layout
 from .ledger import Ledger, MemoryStats
 from .options import OFFLOADS, Precision, ranks_of, strategy_of
@@ -212,22 +211,11 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients down to a 2-norm of at most ``max_norm`` over the whole model; returns the norm it was.
 
-        Called by every rank; all get the same number. Raises ConfigError for parameters that are cut.
+        Called by every rank; all get the same number. Raises ConfigError for parameters that are in pieces along other
+        axes too, which ``pycomm.clip_grad_norm_`` takes.
         """
-        advice = "a norm over shards and parts is not there; clip by value, or cut without sharding"
-        refuse_cut(self.module.parameters(), "FullyShardedDataParallel.clip_grad_norm_", advice)
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None and p.grad.numel()]
-        norms = [norm_of(each).to(torch.float32) for each in gradients]  # as those of ranks without any
-        home = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        total = torch.stack(norms).square().sum().view(1) if norms else torch.zeros(1, dtype=torch.float32, device=home)
-        if self._ranks.shards is not None:
-            start_sum(Wire(self._ranks.shards.group, is_async=False), total)
-        norm = total.sqrt()[0]
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if factor < 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return norm
+        shards = self._ranks.shards
+        return clip_grad_norm_(self.module.parameters(), max_norm, shards=None if shards is None else shards.group)
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:

@@ -86,6 +86,11 @@ class Ranks(NamedTuple):
         return 0 if self.shards is None else self.shards.group.rank
 
     @property
+    def sharding(self) -> tuple[int, ...]:
+        """The global ranks that have the parts; none if each has all."""
+        return () if self.shards is None else self.shards.group.ranks
+
+    @property
     def groups(self) -> Sequence[pycomm.Group]:
         """One after the other they reach all ranks."""
         return [wire.group for wire in self if wire is not None]

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
+from .._marks import shards_of
 
-__all__ = ["SHARDED", "Found", "Place", "Policy", "find_units", "materialize"]
+__all__ = ["Found", "Place", "Policy", "find_units", "materialize"]
 
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[str] | int | Callable[[str, nn.Module], bool] | None
-
-
-SHARDED = "_pycomm_is_sharded"  # what says that a parameter is a part of one
 
 
 class Place(NamedTuple):
@@ -42,7 +40,7 @@ def find_units(root: nn.Module, policy: Policy) -> list[Found]:
 
     ``policy``: classes of modules, their names, the least number of elements of a unit, or ``f(name, module) -> bool``.
     """
-    sharded = [name for name, parameter in root.named_parameters() if SHARDED in parameter.__dict__]
+    sharded = [name for name, parameter in root.named_parameters() if shards_of(parameter) is not None]
     if sharded:
         raise ConfigError(
             f"{type(root).__name__} is sharded already, in {', '.join(sharded[:4])}; shard a module once, and choose "

@@ -24,6 +24,7 @@ from ...reducer.reduce import Wire, start_sum
 from ...reducer.reducer import Reducer
 from .._agreement import check_same_model
 from .._buffers import broadcast_tensors
+from .._marks import Holders, mark_holders
 from .actions import Action, Kind, Schedule
 from .begin import StepCheck
 from .links import Links
@@ -256,19 +257,21 @@ class Pipeline:
             self._reducer.is_enabled = False  # a backward pass is one microbatch's; they add up until reduce_now
 
     def _find_tied(self, parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, pycomm.Group]]:
-        """Returns the trained parameters that this rank shares with others, with their group; called by all ranks."""
-        holders: dict[int, set[int]] = {}
-        by_id = {}
+        """Returns the trained parameters that this rank shares with others, with their group; called by all ranks.
+
+        Also says on all parameters which ranks hold them.
+        """
+        holders: dict[nn.Parameter, set[int]] = {}
         for stage, part in enumerate(parts):
-            for parameter in (each for each in part.parameters() if each.requires_grad):
-                holders.setdefault(id(parameter), set()).add(self.schedule.placement[stage])
-                by_id[id(parameter)] = parameter
+            for parameter in part.parameters():
+                holders.setdefault(parameter, set()).add(self.schedule.placement[stage])
         tied = []
-        for key, ranks in holders.items():
-            if len(ranks) > 1:
+        for parameter, ranks in holders.items():
+            mark_holders(parameter, Holders(self.group.ranks, min(ranks)))
+            if parameter.requires_grad and len(ranks) > 1:
                 found = pycomm.split(0 if self.group.rank in ranks else None, group=self.group)
                 if isinstance(found, pycomm.Group):
-                    tied.append((by_id[key], found))
+                    tied.append((parameter, found))
         return tied
 
     def _set_tied_gradients_aside(self) -> list[torch.Tensor | None]:

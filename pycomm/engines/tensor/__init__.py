@@ -3,13 +3,12 @@
 functions.py   what is exchanged in the forward pass, and what in the backward pass
 layers.py      linear layers, embedding, norm        loss.py     cross entropy of scores that are cut
 blocks.py      attention and two-layer network       convert.py  an ordinary module made parallel
-cuts.py        layers whose parameters are cut       clip.py     the norm of all gradients
+cuts.py        layers whose parameters are cut
 """
 
 from __future__ import annotations
 
 from .blocks import TensorParallelAttention, TensorParallelMLP
-from .clip import clip_grad_norm_
 from .convert import parallelize
 from .functions import cut_same, gather_same
 from .layers import ColumnParallelLinear, RowParallelLinear, SequenceParallelLayerNorm, VocabParallelEmbedding
@@ -23,7 +22,6 @@ __all__ = [
     "TensorParallelAttention",
     "TensorParallelMLP",
     "VocabParallelEmbedding",
-    "clip_grad_norm_",
     "cut_same",
     "gather_same",
     "parallelize",

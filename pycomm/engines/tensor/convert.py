@@ -12,7 +12,7 @@ from torch import nn
 import pycomm
 
 from ...errors import ConfigError
-from .._cuts import cut_of
+from .._marks import cut_of
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 __all__ = ["parallelize"]

@@ -12,7 +12,7 @@ import pycomm
 
 from ...errors import ConfigError
 from .._agreement import check_same_model
-from .._cuts import Cut, mark_cut
+from .._marks import Cut, mark_cut
 from .functions import own_part
 
 __all__ = ["CutLayer"]
