@@ -41,27 +41,30 @@ namespace fake_cuda {
 
 constexpr int kWarp = 32;
 constexpr std::size_t kStack = 32 * 1024;
+constexpr std::size_t kMostThreads = 1024;  // of a block
 
 struct Index {
   unsigned x = 0;
 };
 
-// The threads of the block that runs.
+inline Index thread_index, block_index, grid_dim;
+
+// The threads of the block that runs. A fiber is one thread of every block, and one switches to the next by itself.
 struct Block {
-  ucontext_t scheduler;
+  ucontext_t launcher;
   std::vector<ucontext_t> contexts;
   std::vector<std::vector<char>> stacks;
   std::vector<char> is_done;
   std::vector<std::pair<const int*, int>> barriers;  // that a thread waits for, and what had passed when it came
   std::function<void()> body;
+  std::vector<int> order;  // in which threads have their turns; `turn` is the next one
+  std::size_t turn = 0;
   int current = 0, running = 0;
   int arrived = 0, generation = 0;                              // of the barrier of the block
   std::vector<int> warp_arrived, warp_generation, warp_running;  // and of those of the warps
   std::vector<std::uint64_t> slots;                              // what the lanes show each other, by turns in two
   std::vector<char> turns;
   std::mt19937 generator{3};
-
-  void yield() { swapcontext(&contexts[current], &scheduler); }
 
   void wait(int& count, int& passed, const int& members) {
     const int before = passed;
@@ -71,12 +74,7 @@ struct Block {
       return;
     }
     barriers[current] = {&passed, before};
-    yield();
-  }
-
-  bool can_run(int thread) const {
-    const auto [passed, before] = barriers[thread];
-    return !is_done[thread] && (passed == nullptr || *passed != before);
+    yield(contexts[current]);
   }
 
   void end() {
@@ -84,48 +82,72 @@ struct Block {
     --running;
     --warp_running[current / kWarp];
     if (arrived != 0 && arrived == running) arrived = 0, ++generation;  // a thread that has returned is not waited for
-    yield();
+    if (running != 0)
+      yield(contexts[current]);
+    else
+      swapcontext(&contexts[current], &launcher);
+  }
+
+  // Leaves `from` for a thread that can run, which may be the same.
+  void yield(ucontext_t& from) {
+    const int thread = next();
+    barriers[thread] = {nullptr, 0};
+    current = thread;
+    thread_index.x = static_cast<unsigned>(thread);
+    if (&from != &contexts[thread]) swapcontext(&from, &contexts[thread]);
+  }
+
+  bool can_run(int thread) const {
+    const auto [passed, before] = barriers[thread];
+    return !is_done[thread] && (passed == nullptr || *passed != before);
+  }
+
+  int next() {
+    for (std::size_t looked = 0; looked < 2 * order.size(); ++looked) {
+      if (turn == order.size()) {
+        std::shuffle(order.begin(), order.end(), generator);
+        turn = 0;
+      }
+      if (const int thread = order[turn++]; can_run(thread)) return thread;
+    }
+    std::fprintf(stderr, "block %u: %d threads wait at barriers that the others never come to\n", block_index.x, running);
+    std::abort();
   }
 };
 inline Block block;
-inline Index thread_index, block_index, grid_dim;
 
 inline void enter() {
-  block.body();
-  block.end();
+  for (;;) {
+    block.body();
+    block.end();
+  }
 }
 
 inline void run_block(int threads, const std::function<void()>& body) {
   const int warps = (threads + kWarp - 1) / kWarp;
-  block.contexts.resize(threads);
-  block.stacks.resize(threads, std::vector<char>(kStack));
   block.is_done.assign(threads, false);
   block.barriers.assign(threads, {nullptr, 0});
   block.warp_arrived.assign(warps, 0), block.warp_generation.assign(warps, 0), block.warp_running.assign(warps, 0);
   block.slots.assign(2 * threads, 0);
   block.turns.assign(threads, 0);
   block.body = body, block.running = threads, block.arrived = block.generation = 0;
-  std::vector<int> order(threads);
+  block.order.resize(threads), block.turn = threads;
   for (int thread = 0; thread < threads; ++thread) {
-    order[thread] = thread;
+    block.order[thread] = thread;
     ++block.warp_running[thread / kWarp];
-    ucontext_t& context = block.contexts[thread];
-    getcontext(&context);
-    context.uc_stack.ss_sp = block.stacks[thread].data();
-    context.uc_stack.ss_size = kStack;
-    context.uc_link = &block.scheduler;
-    makecontext(&context, enter, 0);
   }
-  while (block.running != 0) {
-    std::shuffle(order.begin(), order.end(), block.generator);
-    for (const int thread : order) {
-      if (!block.can_run(thread)) continue;
-      block.barriers[thread] = {nullptr, 0};
-      block.current = thread;
-      thread_index.x = static_cast<unsigned>(thread);
-      swapcontext(&block.scheduler, &block.contexts[thread]);
+  if (block.contexts.empty()) {
+    block.contexts.resize(kMostThreads);  // once: a context has pointers into itself
+    block.stacks.resize(kMostThreads, std::vector<char>(kStack));
+    for (std::size_t thread = 0; thread < kMostThreads; ++thread) {
+      ucontext_t& context = block.contexts[thread];
+      getcontext(&context);
+      context.uc_stack.ss_sp = block.stacks[thread].data();
+      context.uc_stack.ss_size = kStack;
+      makecontext(&context, enter, 0);
     }
   }
+  block.yield(block.launcher);
 }
 
 inline void sync_warp() {
