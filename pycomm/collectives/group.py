@@ -419,6 +419,8 @@ class Group(Observed):
             selector = self.engine.selector  # made out with all ranks, also those outside
             self._agree_on_members(group_ranks)
             self._splits += 1  # no sooner: a rank that called something else has counted nothing
+            # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
+            self.transport.calls += 1
             transport = self.transport.split(group_ranks, self._splits)
             if transport is None or group_ranks is None:
                 return None
@@ -441,6 +443,9 @@ class Group(Observed):
         try:
             with self._on_board("new_group"):
                 self.engine.agreement.agree_on_members(group_ranks, self.timeout_s)
+                # One that came late may find all that the others sent before they gave up. It alone would have counted
+                # the group, and then never meet them in the next one, whose number is part of its name.
+                self.transport.check_given_up("new_group")
         except PeerLostError as error:
             if group_ranks is None or error.rank in group_ranks:
                 raise

@@ -104,11 +104,7 @@ class WatchedTransport(Transport):
             raise self.failed(doing, self.watch.failure)
 
     def check_given_up(self, doing: str) -> None:
-        """Raises what broke the group in this call, if another rank says so: for one that has come late.
-
-        It finds what the others sent before they gave up, and would be the only one for which the call succeeds. If
-        they gave up in a later one, this one has succeeded for them, and does here.
-        """
+        # If they gave up in a later call, this one has succeeded for them, and does here.
         failure = self.watch.ask(self.calls)
         if failure is not None and failure.call <= self.calls:
             raise self.failed(doing, failure)

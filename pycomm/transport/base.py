@@ -201,6 +201,14 @@ class Transport(ABC):
         """Raises what broke the group, if that is known already, before memory is written that is being sent."""
         return None
 
+    def check_given_up(self, doing: str) -> None:
+        """Raises what broke the group in this call, if another rank says so: for one that has come late to it.
+
+        It finds what the others sent before they gave up, and would be the only one for which the call succeeds. A
+        transport whose ranks cannot come late to a broken call, as they are told before they send, has nothing to ask.
+        """
+        return None
+
     def exchanger(self, nbytes: int) -> Exchange:
         """Returns what swaps frames of ``nbytes`` as ``exchange`` does, for many swaps beside large transfers.
 

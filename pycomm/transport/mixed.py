@@ -136,7 +136,13 @@ class MixedTransport(Transport):
         """Whether a failure has ended this group for good, as far as this rank knows."""
         return self.outer.is_broken or self.inner.is_broken
 
+    def check_given_up(self, doing: str) -> None:
+        self.outer.calls = self.calls
+        with self.ending_both():
+            self.outer.check_given_up(doing)
+
     def abandon(self) -> None:
+        self.outer.calls = self.calls
         self.outer.abandon()
         self.inner.abandon()
 

@@ -13,7 +13,7 @@ import torch
 from laws import EVERYWHERE, MPI, RANKS, TRANSPORTS, VICTIM, check_sum, survive, victim_of
 
 import pycomm
-from harness import run_ranks, wait_until
+from harness import interrupt_once_in_a_call, run_ranks, wait_until
 from pycomm import PeerLostError
 from pycomm.fault import fail_at, inject
 
@@ -92,30 +92,43 @@ def test_a_rank_that_ends_while_a_group_is_made_is_named(transport: str) -> None
     run_ranks(RANKS, end_while_a_group_is_made, transport=transport, casualties=[VICTIM])
 
 
-def be_interrupted_while_a_group_is_made(rank: int, path: str) -> None:
-    """One rank comes late to the making of a group, another is interrupted as it waits for it."""
+def be_interrupted_while_a_group_is_made(rank: int, path: str, moment: str) -> None:
+    """One rank comes late to the making of a group, another is interrupted as it waits for it: before the ranks have
+    agreed to make it, or after.
+    """
     check_sum()
     transport = pycomm.get_group().transport
+    split = transport.split
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        def be_interrupted(*arguments: Any) -> Any:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return split(*arguments)
+
         with pytest.raises(KeyboardInterrupt):
+            if moment == "agreeing":
+                interrupt_once_in_a_call()
+            else:
+                transport.split = be_interrupted  # type: ignore[method-assign]
             pycomm.new_group([0, 1])
         Path(path).touch()
     else:
-        split = transport.split
 
         def come_late(*arguments: Any) -> Any:
             wait_until(Path(path).exists)
             return split(*arguments)
 
+        if moment == "agreeing":
+            wait_until(Path(path).exists)
         transport.split = come_late  # type: ignore[method-assign]
         with pytest.raises(PeerLostError, match="rank 0 .* was interrupted"):
             pycomm.new_group([0, 1])
-        transport.split = split  # type: ignore[method-assign]
+    transport.split = split  # type: ignore[method-assign]
     check_sum(pycomm.new_group([0, 1]))
 
 
+@pytest.mark.parametrize("moment", ["agreeing", "making"])
 @pytest.mark.parametrize("transport", [param for param in TRANSPORTS + MPI if param.values[0] != "shm"])
-def test_ctrl_c_while_a_group_is_made_ends_it_for_all(transport: str, tmp_path: Path) -> None:
-    run_ranks(2, be_interrupted_while_a_group_is_made, str(tmp_path / "interrupted"), transport=transport)
+def test_ctrl_c_while_a_group_is_made_ends_it_for_all(transport: str, moment: str, tmp_path: Path) -> None:
+    run_ranks(2, be_interrupted_while_a_group_is_made, str(tmp_path / "interrupted"), moment, transport=transport)
