@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -209,10 +208,9 @@ def wait_beside_another(rank: int) -> None:
     longer, shorter = pycomm.irecv(first, 1, tag=1), pycomm.irecv(second, 1, tag=2)
     thread = threading.Thread(target=longer.wait)  # this one moves the messages of all
     thread.start()
-    start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError):
         shorter.wait(0.3)
-    assert time.monotonic() - start < 5
+    assert thread.is_alive(), "it waited as long as the other thread does"
     pycomm.send(torch.ones(1), 1, tag=3)
     thread.join()
     assert (first == 1).all()

@@ -15,6 +15,7 @@ from pycomm.fault import Membership, membership
 from pycomm.transport import Patience
 
 RANKS = 3
+PATIENCE_S = 300.0  # longer than a busy machine stops anybody
 AWAY_S = 0.3  # until it is started again: the others wait for it meanwhile, each where it got to
 
 
@@ -41,6 +42,7 @@ def come_back(rank: int, port: int, transport: str) -> list[float]:
     """Joins with each rank dying at each moment; returns how long each took."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     took_s = []
+    membership._PATIENCE_S = PATIENCE_S
     for number, (moment, victim) in enumerate((moment, victim) for moment in MOMENTS for victim in (0, RANKS - 1)):
         job = dist.PrefixStore(str(number), store)
         member = Membership(rank, RANKS, job, transport=transport)
@@ -64,4 +66,4 @@ def come_back(rank: int, port: int, transport: str) -> list[float]:
 def test_a_rank_that_dies_as_the_ranks_connect_costs_no_timeout(transport: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for took_s in run_ranks(RANKS, come_back, store.port, transport):
-        assert max(took_s) < membership._PATIENCE_S / 2, took_s
+        assert max(took_s) < PATIENCE_S / 2, took_s
