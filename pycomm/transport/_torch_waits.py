@@ -13,6 +13,13 @@ gloo runs a collective in a thread of the group's, and who destroys the group wa
 or interrupted, or whose peer is lost, leaves it there: it may wait on for a peer that lives, or, as gloo forgets the
 receive that is under way when a connection breaks, for the rest of a message that will never come. So the group of such
 a call is kept here until gloo is done with it.
+
+[Note: slices that end too soon]
+Who leaves a wait does so by a flag, which gloo looks at before it looks whether the message is there. If the slice is
+over before the thread has got to its wait, as another one has its core, gloo says no whatever has come. After a long
+slice the next one tells. But who finds the group broken, or its time over, asks for the last time, and what it then
+takes for missing is lost: so it asks several times, and never for less than the clock's tick. Measured on one busy
+core, of messages that had come one question in 14 was answered by no; with a tick, one in 300.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["NEVER_SENT_TAG", "end_waits", "given_up", "helpers", "wait_for_a_slice"]
 
 NEVER_SENT_TAG = (1 << 29) + 3  # see EXCHANGE_TAG of _torch_messages.py
+_LOOK_S, _LOOKS = 5e-3, 3
 _MOST_IDLE = 8
 _CLOSE_S = 0.5
 _EXIT_S = 5.0
@@ -89,11 +97,20 @@ _waiting: set[int] = set()  # the threads that are in ``wait_for_a_slice``
 
 
 def wait_for_a_slice(message: GlooMessage, longest: timedelta, slice_s: float) -> bool:
-    """Waits until ``message`` is complete, or for a slice; says whether it is. In torch, unless the process ends."""
+    """Waits until ``message`` is complete, or for a slice; says whether it is. In torch, unless the process ends.
+
+    With a slice of 0 it asks whether the message is complete now, which takes some milliseconds if it is not: [Note:
+    slices that end too soon].
+    """
     _waiting.add(threading.get_ident())
     try:
         if not helpers.is_ending:
-            return message.wait(longest, slice_s)
+            if slice_s > 0:
+                return message.wait(longest, slice_s)
+            for _ in range(_LOOKS):
+                if message.wait(longest, _LOOK_S):
+                    return True
+            return False
     finally:
         _waiting.discard(threading.get_ident())
     time.sleep(slice_s)

@@ -21,6 +21,7 @@ from pycomm.collectives.context import resolve
 from pycomm.ops import native
 from pycomm.transport import _torch_exchange
 from pycomm.transport._gloo_sockets import Corked, GlooSocket
+from pycomm.transport._torch_waits import wait_for_a_slice
 from pycomm.transport.base import FRAME_HEADER_BYTES
 from pycomm.transport.torch import TorchTransport
 
@@ -95,6 +96,25 @@ def leave_and_come_back(rank: int) -> None:
 
 def test_a_wait_that_is_left_ends_nothing() -> None:
     run_ranks(2, leave_and_come_back, transport="torch")
+
+
+class SeldomReached:
+    """A message that has come, of which gloo does not say so: the first slices end before their waits begin."""
+
+    def __init__(self, slices: int) -> None:
+        self.slices = slices
+
+    def wait(self, _longest: timedelta, slice_s: float) -> bool:
+        self.slices -= slice_s > 0
+        return self.slices < 0
+
+
+def test_who_asks_for_the_last_time_is_told_of_what_has_come() -> None:
+    for slices in range(3):
+        message: Any = SeldomReached(slices)
+        assert wait_for_a_slice(message, LONG, 0.0), f"{slices} slices ended too soon"
+    never: Any = SeldomReached(1000)
+    assert not wait_for_a_slice(never, LONG, 0.0)
 
 
 def test_other_handles_are_not_taken() -> None:
