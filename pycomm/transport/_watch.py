@@ -45,6 +45,7 @@ _LONGEST_SLICE_S = 80e-3
 _ASK_STORE_S = 0.03  # of waiting, between two looks at the store; grows to
 _ASK_STORE_AT_MOST_S = 0.5
 _SUSPICION_S = 0.3  # how long a broken connection may stay unexplained
+_SAYS_IT_S = 5.0  # who is to say what broke the group, and was stopped; or died just then
 
 
 def slices_s() -> Iterator[float]:
@@ -247,7 +248,7 @@ class Watch:
                     store.set("failure", json.dumps(mine))
                     store.set("news", "1")
                 else:
-                    mine = _told(store) or mine
+                    mine = _soon_told(store) or mine
         self.failure = self.failure or mine
 
     def close(self, calls: int) -> None:
@@ -355,6 +356,17 @@ _GONE = -2  # had ended before it could be looked up
 def _told(store: Any) -> Failure | None:
     """Returns what broke the group, if somebody has said so in ``store``."""
     return Failure(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
+
+
+def _soon_told(store: Any) -> Failure | None:
+    """Returns what the rank says that was the first to find the group broken, and may be about to say it.
+
+    Who did not wait for that would close the group, and a third rank would find it gone, of nothing that anybody knows.
+    """
+    deadline = time.monotonic() + _SAYS_IT_S
+    while (told := _told(store)) is None and time.monotonic() < deadline:
+        time.sleep(2e-3)
+    return told
 
 
 def _last_word(store: Any, rank: int) -> _LastWord | None:

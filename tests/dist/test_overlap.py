@@ -162,8 +162,8 @@ def be_interrupted(rank: int, path: str) -> None:
         work = stream.all_reduce(tensor)
         with pytest.raises(pycomm.CollectiveTimeoutError):
             work.wait(0.05)
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
             work.wait()
         Path(path).touch()
     else:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
 from pycomm import CollectiveTimeoutError
 from pycomm.transport import Patience
 from pycomm.transport._watch import Message, Watch, _Processes
+from pycomm.transport._wording import NO_STATUS, Failure
 from pycomm.transport.base import ANNOUNCEMENT_TAG
 
 TAG = 7
@@ -89,6 +93,31 @@ def test_a_watch_may_be_closed_while_it_asks() -> None:
     assert asked(mine, 0) == "aborted"
     other.announce("lost", 0, 6)
     assert other.failure is not None and other.failure.kind == "aborted", "who was first is right"
+
+
+class SlowlyTold:
+    """The store of a rank that is asked for what broke the group while another one is about to say it."""
+
+    def __init__(self, store: Any, other: Watch) -> None:
+        self._store, self._other = store, other
+        self.looks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks += 1
+        if self.looks == 3:
+            self._store.set("failure", json.dumps(Failure("timeout", self._other._rank, 0, NO_STATUS, 5)))
+        return self._store.check(keys)
+
+
+def test_who_is_second_to_find_the_group_broken_waits_for_the_word_of_the_first() -> None:
+    mine, other = watches()
+    other._store.add("failures", 1)
+    mine._store = SlowlyTold(mine._store, other)
+    mine.announce("lost", 1, 6)
+    assert mine.failure is not None and mine.failure.kind == "timeout", "and a third would find that this one has gone"
 
 
 @pytest.mark.parametrize("tag", [TAG, TAG + 1])
