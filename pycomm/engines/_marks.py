@@ -24,11 +24,12 @@ __all__ = [
     "mark_cut",
     "mark_holders",
     "mark_shard",
+    "numel_of",
     "refuse_cut",
     "shards_of",
 ]
 
-_CUT, _SHARDS, _HOLDERS = "_pycomm_cut", "_pycomm_shards", "_pycomm_holders"  # the attributes
+_CUT, _HOLDERS, _SHARDS, _NUMEL = "_pycomm_cut", "_pycomm_holders", "_pycomm_shards", "_pycomm_numel"  # the attributes
 
 
 class Cut(NamedTuple):
@@ -57,14 +58,20 @@ def mark_cut(parameter: torch.Tensor, cut: Cut) -> None:
     setattr(parameter, _CUT, tuple(cut))
 
 
+def numel_of(parameter: torch.Tensor) -> int:
+    """Returns the elements of the whole parameter, of which a shard has fewer: alike on all ranks."""
+    return int(getattr(parameter, _NUMEL, parameter.numel()))
+
+
 def shards_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
     """Returns the ranks that have the shards of which ``parameter`` is one; None if it is no engine's."""
     found: tuple[int, ...] | None = getattr(parameter, _SHARDS, None)
     return found
 
 
-def mark_shard(parameter: torch.Tensor, ranks: tuple[int, ...]) -> None:
-    """Says on ``parameter`` that it is one of the shards that ``ranks`` have; one rank: all of it."""
+def mark_shard(parameter: torch.Tensor, ranks: tuple[int, ...], numel: int) -> None:
+    """Says on ``parameter`` that it is one of the shards that ``ranks`` have of ``numel`` elements; one rank: all."""
+    setattr(parameter, _NUMEL, numel)
     setattr(parameter, _SHARDS, tuple(ranks))
 
 

@@ -28,6 +28,7 @@ from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
 from ._agreement import Roster, check_same_model, trained_parameters
 from ._buffers import broadcast_tensors, check_writable, make_equal
+from ._inside import mark_engine
 from ._join import Join
 from ._marks import refuse_cut
 from ._names import keep_names
@@ -87,6 +88,7 @@ class DistributedDataParallel(nn.Module):
         self._join: Join | None = None
         self.sync_parameters()
         keep_names(self)
+        mark_engine(module, self)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

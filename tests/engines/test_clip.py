@@ -93,7 +93,7 @@ def pieces_of(model: tuple[Whole, ...], mesh: pycomm.Mesh) -> list[Piece]:
         if whole.is_cut:
             mark_cut(parameter, Cut(0, 1, mesh.group("tp").ranks))
         if whole.first is not None:
-            mark_shard(parameter, mesh.group("fsdp").ranks)
+            mark_shard(parameter, mesh.group("fsdp").ranks, parameter.numel())
         mark_holders(parameter, Holders(mesh.group("pp").ranks, min(whole.stages)))
         found.append(Piece(index, parameter, part))
     return found
@@ -133,7 +133,7 @@ def single_job(rank: int) -> None:
     mesh = pycomm.Mesh(pp=1, fsdp=2, tp=1)
     groups = {"shards": mesh.group("fsdp"), "tensor": mesh.group("tp"), "stages": mesh.group("pp")}
     part = nn.Parameter(torch.zeros(2 + rank, dtype=torch.float64))
-    mark_shard(part, mesh.group("fsdp").ranks)
+    mark_shard(part, mesh.group("fsdp").ranks, part.numel())
     mark_cut(part, Cut(0, 1, mesh.group("tp").ranks))
     mark_holders(part, Holders(mesh.group("pp").ranks, 0))
     assert pycomm.clip_grad_norm_(part, 1.0, **groups) == 0
@@ -149,7 +149,7 @@ def single_job(rank: int) -> None:
     assert norm == 2.0 * (1 + rank) and not norm.requires_grad
     huge = nn.Parameter(torch.zeros(2))
     huge.grad = torch.full((2,), torch.nan if rank else 1e30)
-    mark_shard(huge, mesh.group("fsdp").ranks)
+    mark_shard(huge, mesh.group("fsdp").ranks, huge.numel())
     assert pycomm.clip_grad_norm_(huge, 1.0, shards=mesh.group("fsdp")).isnan()
     assert huge.grad.isnan().all()  # as torch does
 

@@ -126,7 +126,7 @@ class FlatParameter:
             full = nn.Parameter(self._full.data[start:stop].view(parameter.shape), parameter.requires_grad)
             for each in (piece, full):
                 each.__dict__.update(parameter.__dict__)
-            mark_shard(piece, self.layout.ranks.sharding)
+            mark_shard(piece, self.layout.ranks.sharding, parameter.numel())
             yield Slot(name, parameter.shape, start, stop, own, kept, full, piece, places)
             start = stop
 

@@ -26,13 +26,15 @@ from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, refuse, start_sum
 from .._agreement import Roster, check_same_model
 from .._buffers import broadcast_tensors, make_equal
+from .._inside import mark_engine
 from .._names import keep_names
 from ..clip import clip_grad_norm_
 from .flat import FlatParameter, Layout
 from .ledger import Ledger, MemoryStats
 from .options import OFFLOADS, Precision, ranks_of, strategy_of
-from .passes import Passes, Unit
+from .passes import Passes
 from .state import States
+from .unit import Unit
 from .wrap import Found, Policy, find_units, materialize
 
 __all__ = ["FullyShardedDataParallel", "fully_shard"]
@@ -110,6 +112,7 @@ class FullyShardedDataParallel(nn.Module):
         weakref.finalize(self, counting.remove)
         self._states = States(module, self.units, self._ranks)
         keep_names(self)
+        mark_engine(module, self)
         module.register_state_dict_post_hook(partial(self._to_pieces))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(self._from_pieces)  # type: ignore[no-untyped-call]
 
@@ -197,6 +200,13 @@ class FullyShardedDataParallel(nn.Module):
             yield
         finally:
             self._passes.is_enabled = was
+
+    def sync_gradients(self) -> None:
+        """Reduces the gradients that passes in ``no_sync`` have left. Called by every rank, outside of ``backward()``.
+
+        Raises ConfigError, on every rank, if a parameter has none on one, unless ``find_unused_parameters``.
+        """
+        self._passes.reduce_now()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those too that passes in ``no_sync()`` have left unreduced.

@@ -35,61 +35,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import pycomm
 
 from ...errors import CollectiveMismatchError, ConfigError
-from ...reducer.reduce import Waitable, Wire
+from ...reducer.reduce import Wire
 from .flat import FlatParameter, Layout, Slot
+from .unit import Unit
 
-__all__ = ["Passes", "Unit"]
+__all__ = ["Passes"]
 
 _NAMED = 8  # of the parameters that an error names
-
-
-class Unit:
-    """A module whose parameters are gathered together; ``index`` counts the units, 0 is the outermost."""
-
-    def __init__(self, index: int, name: str, module: nn.Module, flats: Sequence[FlatParameter]) -> None:
-        self.index, self.name, self.module, self.flats = index, name, module, flats
-        self.trained = [flat for flat in flats if flat.is_trained]
-        self.expected = sum(len(flat.slots) for flat in self.trained)  # gradients in a pass
-        self.arrived: set[str] = set()  # those of this pass
-        self.has_begun = False  # its backward pass, in this pass
-        self.start = self.end = 0  # of its forward pass, as counted by that of the whole
-        self.gathers: list[Waitable] = []
-        self.reductions: list[Waitable] = []
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of its parameters, without padding."""
-        return sum(slot.stop - slot.start for flat in self.flats for slot in flat.slots)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all gradients of this pass are there."""
-        return len(self.arrived) == self.expected
-
-    def wait_gathered(self) -> None:
-        """Waits for the parameters that are on their way."""
-        gathers, self.gathers = self.gathers, []
-        for work in gathers:
-            work.wait()
-
-    def finish_reduce(self) -> None:
-        """Waits for the reductions that were started and finishes them."""
-        reductions, self.reductions = self.reductions, []
-        for work in reductions:
-            work.wait()
-        for flat in self.trained:
-            flat.finish_reduce()
-
-    def free(self) -> None:
-        """Frees the full parameters. What is on its way to them is waited for."""
-        self.wait_gathered()
-        for flat in self.flats:
-            flat.free()
-
-    def show(self, is_full: bool) -> None:
-        """Puts the full parameters into the modules, or the pieces."""
-        for flat in self.flats:
-            flat.show(is_full)
 
 
 class Passes:
@@ -245,6 +197,10 @@ class Passes:
                 unit.free()
 
     def _begin_backward(self) -> None:
+        self._begin()
+        Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _begin(self) -> None:
         self._is_backward = True
         self._next = 0
         self._missing = {}
@@ -253,7 +209,6 @@ class Passes:
             unit.has_begun = False
             for flat in unit.trained:
                 flat.forget_dropped()
-        Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _arrived(self, unit: Unit, flat: FlatParameter, slot: Slot, _parameter: torch.Tensor) -> None:
         """Autograd has finished the gradient at ``slot``."""
@@ -303,6 +258,13 @@ class Passes:
         finally:
             for unit in self.units:
                 unit.free()
+
+    def reduce_now(self) -> None:
+        """Reduces what has accumulated, outside of a backward pass. Called by every rank."""
+        self.reset()
+        self._begin()
+        self._is_backward = False
+        self._reduce_rest()
 
     def _reduce_rest(self) -> None:
         """Reduces what has not been reduced in this pass and waits for all; see the note on top of this file."""

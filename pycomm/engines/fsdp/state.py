@@ -21,8 +21,8 @@ from ...errors import CheckpointError, ConfigError
 from ...reducer.reduce import Wire, start_gather
 from .flat import FlatParameter, Slot
 from .options import Ranks
-from .passes import Unit
 from .pieces import Piece
+from .unit import Unit
 
 __all__ = ["States"]
 

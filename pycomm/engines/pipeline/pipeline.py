@@ -144,6 +144,8 @@ class Pipeline:
         run = self._run(inputs, targets, self.lowered.rows[self.group.rank])
         self.report = StepReport(run.wall_s, sum(run.action_s.values()), run.peak, run.action_s)
         self._add_tied_gradients(earlier)
+        for stage in self.stages.values():
+            stage.sync_gradients()
         if self._reducer is not None:
             self._reducer.reduce_now()
         return self._mean_loss()

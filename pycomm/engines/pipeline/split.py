@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
+from .._marks import numel_of
 from .._measuring import without_trace
 
 __all__ = ["balance", "layer_times_s", "split_model"]
@@ -45,7 +46,7 @@ def split_model(
             raise ConfigError("split_model: by='time' needs sample=, one microbatch of the model's input")
         numbers = balance(layer_times_s(layers, sample), stages)
     elif by == "parameters":
-        numbers = balance([float(sum(p.numel() for p in layer.parameters())) for layer in layers], stages)
+        numbers = balance([float(sum(numel_of(p) for p in layer.parameters())) for layer in layers], stages)
     else:
         raise ConfigError(f"split_model: by: expected 'parameters', 'time' or numbers of layers, got {by!r}")
     cuts = [sum(numbers[:stage]) for stage in range(stages + 1)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ConfigError
+from .._inside import Averaging, engines_in
 from .weights import Deferred, defer_linears
 
 __all__ = ["Stage"]
@@ -34,6 +36,7 @@ class Stage:
         self.index = index
         self.module = module
         self.deferred: Deferred = defer_linears(module, is_split)
+        self._engines: list[Averaging] = engines_in(module) if is_split else []
         self.losses: list[torch.Tensor] = []
         self._loss = loss
         self._is_checkpointed = is_checkpointed
@@ -76,7 +79,7 @@ class Stage:
         """
         held = self._held.pop(microbatch)
         if held.output is not None:
-            with self._outside_autocast(), self.deferred.put_off(microbatch):
+            with self._outside_autocast(), self._unaveraged(), self.deferred.put_off(microbatch):
                 torch.autograd.backward(held.output, gradient)
             if not is_split:
                 self.weights(microbatch)
@@ -86,8 +89,21 @@ class Stage:
 
     def weights(self, microbatch: int) -> None:
         """Runs W: what I has put off."""
-        with self._outside_autocast():
+        with self._outside_autocast(), self._unaveraged():
             self.deferred.finish(microbatch)
+
+    def sync_gradients(self) -> None:
+        """Called at the end of a step: engines in the stage average what its backward passes, in parts, have left."""
+        for engine in self._engines:
+            engine.sync_gradients()
+
+    @contextmanager
+    def _unaveraged(self) -> Iterator[None]:
+        """After I the weights' gradients are still to come, and W may be run after I of further microbatches."""
+        with ExitStack() as stack:
+            for engine in self._engines:
+                stack.enter_context(engine.no_sync())
+            yield
 
     def _outside_autocast(self) -> torch.autocast:
         """Backward operators have the types of the forward ones, which autocast would change, around a whole step."""

@@ -22,26 +22,33 @@ from torch.nn import functional
 __all__ = ["Deferred", "defer_linears"]
 
 
+class _Parameters(NamedTuple):
+    """What a layer computed with. Once an engine has freed what it gathered, the layer itself has other tensors."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class _Kept(NamedTuple):
-    """What the gradients of ``layer`` are made of: ``inputs (..., in)`` and ``gradient (..., out)``, of one dtype.
+    """What the gradients of a layer are made of: ``inputs (..., in)`` and ``gradient (..., out)``, of one dtype.
 
     ``inputs`` are None if the weight is frozen.
     """
 
-    layer: nn.Linear
+    parameters: _Parameters
     inputs: torch.Tensor | None
     gradient: torch.Tensor
 
     def add_gradients(self) -> None:
         """Adds the gradients of the weight ``(out, in)`` and the bias ``(out,)`` to ``.grad``, where one is trained."""
         rows = self.gradient.reshape(-1, self.gradient.shape[-1])
-        trained, gradients = [], []
+        (weight, bias), trained, gradients = self.parameters, [], []
         with torch.no_grad():
             if self.inputs is not None:
-                trained.append(self.layer.weight)
+                trained.append(weight)
                 gradients.append(rows.T @ self.inputs.reshape(-1, self.inputs.shape[-1]))
-            if _is_trained(self.layer.bias):
-                trained.append(self.layer.bias)
+            if bias is not None and bias.requires_grad:
+                trained.append(bias)
                 gradients.append(rows.sum(0))
         torch.autograd.backward(trained, gradients)
 
@@ -95,10 +102,6 @@ def _is_plain(layer: nn.Linear) -> bool:
     return "forward" not in vars(layer) and all(type(each) is nn.Parameter for each in tensors)
 
 
-def _is_trained(parameter: torch.Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad
-
-
 class _Forward:
     """The forward function of a linear layer whose weight gradient is put off."""
 
@@ -106,31 +109,31 @@ class _Forward:
         self._layer, self._deferred = layer, deferred
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._layer.weight, self._layer.bias
-        is_trained = _is_trained(weight) or _is_trained(bias)
+        weight, bias = used = _Parameters(self._layer.weight, self._layer.bias)
+        is_trained = any(each is not None and each.requires_grad for each in used)
         if not (is_trained and torch.is_grad_enabled()):
             return functional.linear(inputs, weight, bias)
         # The output has to require a gradient also where the input does not.
         mark = torch.empty(0, dtype=weight.dtype, device=weight.device, requires_grad=True)
-        result: torch.Tensor = _Linear.apply(inputs, mark, self._layer, self._deferred)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Linear.apply(inputs, mark, used, self._deferred)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, mark: torch.Tensor, layer: nn.Linear, deferred: Deferred) -> Any:
+    def forward(ctx: Any, inputs: torch.Tensor, mark: torch.Tensor, used: _Parameters, deferred: Deferred) -> Any:
         device = inputs.device.type
         # Autocast's cache would give the weight's copy that is made here, without a graph, to others that use it.
         is_cast = torch.is_autocast_enabled(device)
         with torch.autocast(device, cache_enabled=False) if is_cast else nullcontext():
-            output = functional.linear(inputs, layer.weight, layer.bias)
-        ctx.save_for_backward(inputs.to(output.dtype) if layer.weight.requires_grad else None)
-        ctx.layer, ctx.deferred = layer, deferred
+            output = functional.linear(inputs, *used)
+        ctx.save_for_backward(inputs.to(output.dtype) if used.weight.requires_grad else None)
+        ctx.used, ctx.deferred = used, deferred
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (inputs,) = ctx.saved_tensors
-        ctx.deferred.take(_Kept(ctx.layer, inputs, gradient))
-        of_inputs = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        ctx.deferred.take(_Kept(ctx.used, inputs, gradient))
+        of_inputs = gradient @ ctx.used.weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         return of_inputs, None, None, None

@@ -1,0 +1,35 @@
+"""Engines inside a module that another engine runs: those that average the gradients of some of its parameters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import nn
+
+__all__ = ["Averaging", "engines_in", "mark_engine"]
+
+
+class Averaging(Protocol):
+    """An engine whose gradients may add up over several passes before they are averaged."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients only accumulate."""
+
+    def sync_gradients(self) -> None:
+        """Averages what has accumulated."""
+
+
+_engines: WeakKeyDictionary[nn.Module, ReferenceType[Averaging]] = WeakKeyDictionary()
+
+
+def mark_engine(module: nn.Module, engine: Averaging) -> None:
+    """Says that ``engine`` averages the gradients of ``module``; an earlier one does so no longer."""
+    _engines[module] = ref(engine)
+
+
+def engines_in(module: nn.Module) -> list[Averaging]:
+    """Returns the engines of ``module`` and of those in it, in the order of the modules."""
+    found = (_engines[each]() for each in module.modules() if each in _engines)
+    return [engine for engine in found if engine is not None]
