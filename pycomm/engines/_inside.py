@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
+
+from ..reducer.reduce import Wire
 
 __all__ = ["Averaging", "engines_in", "mark_engine"]
 
@@ -14,8 +17,15 @@ __all__ = ["Averaging", "engines_in", "mark_engine"]
 class Averaging(Protocol):
     """An engine whose gradients may add up over several passes before they are averaged."""
 
+    @property
+    def wires(self) -> Sequence[Wire]:
+        """Over which it averages them."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients only accumulate."""
+
+    def abandon(self) -> None:
+        """Forgets a pass that was ended in the middle, of which all ranks know."""
 
     def sync_gradients(self) -> None:
         """Averages what has accumulated."""

@@ -11,7 +11,7 @@ After that all ranks hold bit for bit the same parameters, because they got the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, SupportsIndex
 
@@ -89,6 +89,15 @@ class DistributedDataParallel(nn.Module):
         self.sync_parameters()
         keep_names(self)
         mark_engine(module, self)
+
+    @property
+    def wires(self) -> Sequence[Wire]:
+        """How gradients travel, as the engines around this one ask."""
+        return [self.reducer.wire]
+
+    def abandon(self) -> None:
+        """Forgets a pass that was ended in the middle, of which all ranks know. For engines around this one."""
+        self.reducer.abandon()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

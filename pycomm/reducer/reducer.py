@@ -18,6 +18,7 @@ at its end, where the ranks wait for one another once.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from torch.autograd import Variable
 
 import pycomm
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PycommError
 from .bucket import Bucket
 from .keys import key_of
 from .layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, assign_buckets
@@ -72,6 +73,7 @@ class Reducer:
         self.parameters = [parameter for _, parameter in named]
         self._keys = self.names if wire.compression is None else [key_of(wire.group, *each) for each in named]
         self.bucket_bytes = bucket_bytes or (DEFAULT_BUCKET_BYTES if wire.is_async else IN_LINE_BYTES)
+        self._first_plan = self.bucket_bytes
         self.bucket_plan: BucketPlan | None = None  # once "auto" has measured
         self.is_enabled = True  # False: gradients only accumulate
         self.finds_unused = finds_unused
@@ -247,6 +249,20 @@ class Reducer:
         for bucket in self.buckets:
             for hook in self.after:
                 hook(bucket)
+
+    def abandon(self) -> None:
+        """Forgets a pass that was ended in the middle, on all ranks, wherever each of them was."""
+        works, self._works = self._works, []
+        for work in works:
+            with contextlib.suppress(PycommError):
+                work.wait()
+        self._is_under_way = False
+        self._has_gradient = bytearray(len(self.parameters))
+        # As at first: the ranks may have finished different numbers of passes, and laid their buckets out differently.
+        self.bucket_bytes, self._expected = self._first_plan, [1] * len(self.parameters)
+        self.finished_passes = self._relaid_at = self._passes = 0
+        self._profile.restart()
+        self._lay_out(list(reversed(range(len(self.parameters)))))
 
     def _wait(self) -> None:
         works, self._works = self._works, []

@@ -196,6 +196,7 @@ MAY_REDUCE = {
     "engines/fsdp/passes.py": "which parameters have a gradient, which units ran",
     "engines/fsdp/scaler.py": "whether a gradient is no number",
     "engines/pipeline/begin.py": "who cannot begin a step",
+    "engines/pipeline/outcome.py": "who raised in a step",
     "engines/pipeline/pipeline.py": "measured times",
     "engines/planning/batch.py": "measured bytes",
     "engines/tensor/functions.py": "activations, and their gradients",

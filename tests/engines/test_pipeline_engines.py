@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -12,6 +14,7 @@ from torch.nn import functional
 import pycomm
 from engines.cases import relative_error
 from harness import run_ranks
+from pycomm.engines.pipeline import split
 
 BOUND = 1e-5
 STEPS = 2
@@ -84,7 +87,6 @@ def equality_job(rank: int) -> dict[str, float]:
     return {
         f"{kind}, {options}": error_of(mesh, expected, kind, **options)
         for kind, options in (
-            ("sharded", {"schedule": "one_f_one_b"}),
             ("sharded", {"schedule": "zero_bubble"}),
             ("sharded gradients", {"schedule": "zbv"}),
             ("in place", {"schedule": "zero_bubble", "is_checkpointed": True}),
@@ -97,3 +99,92 @@ def test_layers_that_are_engines_equal_one_process() -> None:
     """By schedules of all kinds: where weights' gradients come later, they are reduced once all have come."""
     for errors in run_ranks(4, equality_job):
         assert {what: error for what, error in errors.items() if not error <= BOUND} == {}
+
+
+class Fails(nn.Module):
+    """Raises in forward or backward, at its second microbatch."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.where, self.calls = layer, "", 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.layer(x)
+        output.register_hook(partial(self.count, "backward"))
+        self.count("forward")
+        return output
+
+    def count(self, where: str, _gradient: torch.Tensor | None = None) -> None:
+        self.calls += where == self.where
+        if self.calls > 1:
+            raise ZeroDivisionError(where)
+
+
+def error_job(rank: int) -> None:
+    """A rank raises; those of its pipeline, and of the one beside it, are told; gradients are then those of a new one.
+
+    Beside each step with one that succeeds, whose layers are no engines.
+    """
+    mesh = pycomm.Mesh(pp=2, dp=2)
+    pp, dp = mesh.group("pp"), mesh.group("dp")
+    batch = words()
+    for kind, schedule, where, number in (
+        ("", "one_f_one_b", "forward", 0),
+        ("", "zbv", "backward", 4),
+        ("sharded", "zero_bubble", "backward", 7),
+        ("averaged", "one_f_one_b", "backward", 2),
+        ("averaged", "zbv", "forward", 3),
+    ):
+        parts = layers()
+        parts[number] = failing = Fails(parts[number])
+        parts = [KINDS[kind](part, dp) for part in parts] if kind else parts
+        beside = {} if kind else {"data_group": dp}
+        pipeline = pycomm.Pipeline(parts, loss_of_words, 4, pp, schedule=schedule, **beside)
+        failing.where = where if mesh["dp"] == 0 else ""
+        has_it = any(module is failing for stage in pipeline.stages.values() for module in stage.module.modules())
+        holder = has_it and failing.where
+        with pytest.raises(ZeroDivisionError if holder else pycomm.PycommError) as raised:
+            pipeline.step(*batch)
+        told = "ranks with other batches raised" if mesh["dp"] else r"rank \d raised ZeroDivisionError: " + where
+        assert holder or re.match(f"Pipeline.step, rank . of group 'pp': {told}", str(raised.value)), raised.value
+        failing.where, failing.calls = "", 0
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        loss = pipeline.step(*batch)
+        plain = pycomm.Pipeline(layers(), loss_of_words, 4, pp, schedule=schedule, data_group=dp)
+        assert torch.equal(loss, plain.step(*batch)), (kind, schedule)
+        shards = dp if kind == "sharded" else None
+        norms = [
+            pycomm.clip_grad_norm_(each.parameters(), 1.0, stages=pp, shards=sharded)
+            for each, sharded in ((pipeline, shards), (plain, None))
+        ]
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+
+
+def other_times_job(rank: int) -> None:
+    """Each pipeline measures for itself, and finds other times."""
+    mesh = pycomm.Mesh(pp=2, dp=2)
+    pp, dp = mesh.group("pp"), mesh.group("dp")
+    found, split.layer_times_s = split.layer_times_s, lambda layers, _sample: [9.0 if mesh["dp"] else 1.0, *[1.0] * 7]
+    try:
+        for parts, beside in (
+            (layers(), {"data_group": dp}),
+            ([pycomm.FullyShardedDataParallel(layer, dp) for layer in layers()], {}),
+        ):
+            pipeline = pycomm.Pipeline(parts, loss_of_words, 4, pp, split="time", sample=words()[0], **beside)
+            assert [len(stage.module) for stage in pipeline.stages.values()] == [4]
+            with pytest.raises(pycomm.ConfigError, match="microbatches divide" if mesh["dp"] else "with another batch"):
+                pipeline.step(*(each[: 16 - mesh["dp"]] for each in words()))
+            pipeline.step(*words())
+    finally:
+        split.layer_times_s = found
+
+
+def mistakes_job(rank: int) -> None:
+    error_job(rank)
+    other_times_job(rank)
+
+
+def test_a_step_that_raises_raises_on_every_rank_and_the_next_one_works() -> None:
+    """And ranks with other batches are cut alike, and told of a batch that cannot be cut."""
+    run_ranks(4, mistakes_job)

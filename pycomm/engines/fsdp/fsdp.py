@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -119,6 +119,15 @@ class FullyShardedDataParallel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises ConfigError, as copying a module in it does."""
         return self._passes.__reduce_ex__(protocol)
+
+    @property
+    def wires(self) -> Sequence[Wire]:
+        """How gradients travel, as the engines around this one ask."""
+        return [wire for wire in self._ranks if wire is not None]
+
+    def abandon(self) -> None:
+        """Forgets a pass that was ended in the middle, of which all ranks know. For engines around this one."""
+        self._passes.abandon()
 
     # -- construction -------------------------------------------------------------------------------------------------
 

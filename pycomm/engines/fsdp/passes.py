@@ -281,6 +281,13 @@ class Passes:
         if not self._has_agreed:
             self._agree_on_order()
 
+    def abandon(self) -> None:
+        """Forgets a pass that was ended in the middle, on all ranks, wherever each of them was."""
+        self.reset()
+        self._hash = 0
+        for unit in self.units:
+            unit.free()
+
     def reset(self) -> None:
         """Puts an end to a backward pass that raised in the middle; its gradients are dropped."""
         if not self._is_backward:

@@ -1,12 +1,13 @@
 """Before a step: every rank can make it, or all say why not.
 
 A rank that cannot begin would leave the others waiting for its activations. So all tell each other, in one small
-all_reduce along the pipeline, and one along the ranks beside it that hold the same stages for other batches.
+all_reduce along the pipeline, and one along the ranks beside it that hold the same stages for other batches: those of
+``data_group``, and of layers that are engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ class StepCheck:
     """What a step needs: a batch that the microbatches divide, as many targets as inputs, the same parameters."""
 
     def __init__(
-        self, schedule: Schedule, stages: Mapping[int, Stage], group: pycomm.Group, beside: pycomm.Group | None
+        self, schedule: Schedule, stages: Mapping[int, Stage], group: pycomm.Group, beside: Sequence[pycomm.Group]
     ) -> None:
-        """``stages`` are those of this rank of ``group``; ``beside`` is the group of the other batches."""
+        """``stages`` are those of this rank of ``group``; ``beside`` are the groups of the other batches."""
         self._schedule, self._stages, self._group, self._beside = schedule, stages, group, beside
         self._roster = Roster(self._parameters)
 
@@ -46,14 +47,14 @@ class StepCheck:
         if not is_wrong and given != wanted:
             is_wrong, mistake = True, f"{given} rows of inputs and {wanted} of targets"
         anywhere = torch.tensor([bool(is_wrong)], dtype=torch.int64, device=self._group.control_device)
-        if self._beside is not None:
-            pycomm.all_reduce(anywhere, pycomm.ReduceOp.MAX, self._beside)
+        for beside in self._beside:
+            pycomm.all_reduce(anywhere, pycomm.ReduceOp.MAX, beside)
         if not anywhere.item():
             return
         everyone: list[Any] = [None] * self._group.world_size
         pycomm.all_gather_object(everyone, mistake, self._group)
         mine = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone) if each)
-        raise ConfigError(f"Pipeline.step: {mine or 'a rank of data_group cannot make the step; see its error'}")
+        raise ConfigError(f"Pipeline.step: {mine or 'a rank with another batch cannot make the step; see its error'}")
 
     def _of_batch(self, batch: torch.Tensor | None, what: str, stage: int) -> str:
         number = self._schedule.microbatches

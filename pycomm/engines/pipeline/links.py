@@ -16,6 +16,7 @@ from .actions import Action, Kind, Schedule
 __all__ = ["Links"]
 
 _MAX_DIMS = 8
+_FAILED = -1  # in the place of a dtype
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 
 
@@ -24,9 +25,19 @@ class Links:
 
     def __init__(self, group: pycomm.Group, schedule: Schedule, device: torch.device) -> None:
         self._group, self._schedule, self._device = group, schedule, device
-        self._shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}  # of the output of each stage, once known
+        # Of the output of each stage, once known; None if the stage failed before it had one.
+        self._shapes: dict[int, tuple[tuple[int, ...], torch.dtype] | None] = {}
         self._told: set[int] = set()
         self._sent: list[tuple[pycomm.Work, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Called before a step: the one before may have had other shapes, or been interrupted."""
+        self._shapes.clear()
+        self._told.clear()
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raises ConfigError for what cannot be sent."""
+        _describe(tensor)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Starts to send what ``action``, a SEND_F or SEND_B, names; does not wait."""
@@ -38,8 +49,25 @@ class Links:
             self._start(_describe(tensor).to(self._device), peer, self._header_tag(action.stage))
         self._start(tensor.contiguous(), peer, self._tag(action))
 
-    def receive(self, action: Action) -> torch.Tensor:
-        """Waits for what ``action``, a RECV_F or RECV_B, names and returns it."""
+    def send_nothing(self, action: Action) -> None:
+        """Sends zeros in the place of what a rank that has failed does not have; or, once, that it has no shape."""
+        forward = action.kind is Kind.SEND_F
+        source = action.stage if forward else action.stage - 1
+        if forward and source not in self._told:
+            self._told.add(source)
+            self._shapes[source] = None
+            peer = self._schedule.placement[source + 1]
+            self._start(
+                torch.full((2 + _MAX_DIMS,), _FAILED, dtype=torch.int64, device=self._device),
+                peer,
+                self._header_tag(source),
+            )
+        known = self._shapes[source]
+        if known is not None:
+            self.send(action, torch.zeros(known[0], dtype=known[1], device=self._device))
+
+    def receive(self, action: Action) -> torch.Tensor | None:
+        """Waits for what ``action``, a RECV_F or RECV_B, names and returns it; None if its sender has failed."""
         forward = action.kind is Kind.RECV_F
         peer = self._schedule.placement[action.stage + (-1 if forward else 1)]
         source = action.stage - 1 if forward else action.stage  # whose output this is, or is the gradient of
@@ -47,8 +75,11 @@ class Links:
             header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self._device)
             pycomm.recv(header, group=self._group, tag=self._header_tag(source), group_src=peer)
             code, dims, *lengths = header.tolist()
-            self._shapes[source] = (tuple(lengths[:dims]), _DTYPES[code])
-        shape, dtype = self._shapes[source]
+            self._shapes[source] = None if code == _FAILED else (tuple(lengths[:dims]), _DTYPES[code])
+        known = self._shapes[source]
+        if known is None:
+            return None
+        shape, dtype = known
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         pycomm.recv(tensor, group=self._group, tag=self._tag(action), group_src=peer)
         return tensor
@@ -58,12 +89,10 @@ class Links:
         self._sent = [pair for pair in self._sent if not pair[0].is_completed()]
 
     def finish(self) -> None:
-        """Waits until everything that was sent has arrived; the next step may have other shapes."""
+        """Waits until everything that was sent has arrived."""
         sent, self._sent = self._sent, []
         for work, _ in sent:
             work.wait()
-        self._shapes.clear()
-        self._told.clear()
 
     def _start(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         self._sent.append((pycomm.isend(tensor, group=self._group, tag=tag, group_dst=peer), tensor))

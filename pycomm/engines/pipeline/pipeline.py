@@ -24,11 +24,13 @@ from ...reducer.reduce import Wire, start_sum
 from ...reducer.reducer import Reducer
 from .._agreement import check_same_model
 from .._buffers import broadcast_tensors
+from .._inside import Averaging, engines_in
 from .._marks import Holders, mark_holders
 from .actions import Action, Kind, Schedule
 from .begin import StepCheck
 from .links import Links
 from .lower import lower
+from .outcome import Outcome
 from .run import Run
 from .schedules import make
 from .simulate import StageTimes
@@ -104,7 +106,9 @@ class Pipeline:
             )
         self.schedule = schedule
         self.lowered = lower(schedule)
-        parts = split_model(whole, schedule.stages, self._cuts(split, whole, schedule.stages, sample), sample)
+        beside = None if data_group is None else pycomm.get_group(data_group)
+        cuts = self._cuts(split, whole, schedule.stages, sample, beside)
+        parts = split_model(whole, schedule.stages, cuts, sample)
         self._first_layer = {stage: sum(len(part) for part in parts[:stage]) for stage in range(len(parts))}
         self._tied = self._find_tied(parts)
         own, last = schedule.stages_of(self.group.rank), schedule.stages - 1
@@ -124,10 +128,12 @@ class Pipeline:
         self._start_from_rank_0(whole)
         self.report: StepReport | None = None
         self._reducer: Reducer | None = None
-        beside = None if data_group is None else pycomm.get_group(data_group)
         if beside is not None:
             self._average_over(beside, compression)
-        self._check = StepCheck(schedule, self.stages, self.group, beside)
+        self._beside = beside
+        self._engines = [engine for stage in self.stages.values() for engine in engines_in(stage.module)]
+        self._wires = [wire for engine in self._engines for wire in engine.wires]
+        self._check = StepCheck(schedule, self.stages, self.group, _groups(beside, self._engines))
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -137,15 +143,18 @@ class Pipeline:
         ``inputs`` are used where the first stage is, ``targets`` where the last one is; others may pass None. The first
         dimension is divided into equal microbatches. Gradients are added to those that are there, as ``backward()``
         does. Raises ConfigError, on every rank of the pipeline and of those beside it, if that cannot be or if
-        parameters are others than at the beginning.
+        parameters are others than at the beginning. What a layer or the loss raises on one rank it raises there, and
+        PycommError with it on all others; zero the gradients then, and a later step can be made.
         """
         self._check.agree(inputs, targets)
         earlier = self._set_tied_gradients_aside()
-        run = self._run(inputs, targets, self.lowered.rows[self.group.rank])
+        try:
+            run = self._run(inputs, targets, self.lowered.rows[self.group.rank])
+        except Exception:
+            self._bring_tied_gradients_back(earlier)
+            raise
         self.report = StepReport(run.wall_s, sum(run.action_s.values()), run.peak, run.action_s)
         self._add_tied_gradients(earlier)
-        for stage in self.stages.values():
-            stage.sync_gradients()
         if self._reducer is not None:
             self._reducer.reduce_now()
         return self._mean_loss()
@@ -169,12 +178,21 @@ class Pipeline:
     def _run(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, row: Sequence[Action]) -> Run:
         last = self.schedule.stages - 1
         given = self._microbatches(inputs, 0), self._microbatches(targets, last)
-        run = Run(self.schedule, self.stages, self._links, *given)
+        outcome = Outcome(self.group, self._beside, self._wires)
+        run = Run(self.schedule, self.stages, self._links, outcome, *given)
+        self._links.begin()
+        for stage in self.stages.values():
+            stage.begin()
         start_s = time.perf_counter()
-        for action in row:
-            run.perform(action)
-            self._links.advance()
-        self._links.finish()
+        try:
+            for action in row:
+                run.perform(action)
+                self._links.advance()
+            run.finish()
+        except Exception:
+            for engine in self._engines:
+                engine.abandon()
+            raise
         run.wall_s = time.perf_counter() - start_s
         return run
 
@@ -232,9 +250,9 @@ class Pipeline:
         return batch.chunk(self.schedule.microbatches)
 
     def _cuts(
-        self, split: Any, whole: nn.Sequential, stages: int, sample: torch.Tensor | None
+        self, split: Any, whole: nn.Sequential, stages: int, sample: torch.Tensor | None, beside: pycomm.Group | None
     ) -> Literal["parameters"] | Sequence[int]:
-        """Returns cuts that are the same on all ranks: of measured ones, rank 0's.
+        """Returns cuts that are the same on all ranks, also those with other batches: of measured ones, rank 0's.
 
         All measure, so that what a layer raises is raised on every rank.
         """
@@ -242,7 +260,8 @@ class Pipeline:
             return split  # type: ignore[no-any-return]  # checked by split_model
         lengths = [len(part) for part in split_model(whole, stages, "time", sample)]
         cuts = torch.tensor(lengths, dtype=torch.int64, device=self.group.control_device)
-        pycomm.broadcast(cuts, group=self.group, group_src=0)
+        for group in (self.group, *_groups(beside, engines_in(whole))):
+            pycomm.broadcast(cuts, group=group, group_src=0)
         return list(cuts.tolist())
 
     def _start_from_rank_0(self, whole: nn.Sequential) -> None:
@@ -283,6 +302,11 @@ class Pipeline:
             parameter.grad = None
         return earlier
 
+    def _bring_tied_gradients_back(self, earlier: Sequence[torch.Tensor | None]) -> None:
+        """After a step that raised: what arose in it is not summed over the holders."""
+        for (parameter, _), before in zip(self._tied, earlier, strict=True):
+            parameter.grad = before
+
     def _add_tied_gradients(self, earlier: Sequence[torch.Tensor | None]) -> None:
         """Adds what arose in this step, summed over the holders, to the ``earlier`` gradients."""
         for (parameter, group), before in zip(self._tied, earlier, strict=True):
@@ -301,3 +325,10 @@ class Pipeline:
             losses.clear()
         pycomm.broadcast(total, group=self.group, group_src=self.schedule.placement[last])
         return total
+
+
+def _groups(beside: pycomm.Group | None, engines: Sequence[Averaging]) -> list[pycomm.Group]:
+    """Returns the groups of ranks with other batches, each once, in one order on all ranks."""
+    groups = [] if beside is None else [beside]
+    groups += [wire.group for engine in engines for wire in engine.wires]
+    return list({group.name: group for group in groups}.values())

@@ -43,6 +43,12 @@ class Stage:
         self._held: dict[int, _Held] = {}
         self._device = next((each.device.type for each in module.parameters()), "cpu")
 
+    def begin(self) -> None:
+        """Called before a step: forgets what is left of one that raised."""
+        self._held.clear()
+        self.losses.clear()
+        self.deferred.forget()
+
     @property
     def held(self) -> int:
         """The number of microbatches whose activations are held now."""

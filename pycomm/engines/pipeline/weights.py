@@ -74,6 +74,10 @@ class Deferred:
         for kept in self._kept.pop(microbatch, ()):
             kept.add_gradients()
 
+    def forget(self) -> None:
+        """Drops what was put off and never finished."""
+        self._kept.clear()
+
     def take(self, kept: _Kept) -> None:
         """Keeps ``kept`` for ``finish``; outside ``put_off``, where somebody else uses the layer, adds it at once."""
         if self._open is None:

@@ -1,0 +1,96 @@
+"""After a step, or in the middle of it: a rank that raised lets all others know, and all raise.
+
+[Note: a step that raises]
+What a layer or the loss raises on one rank would leave the others waiting for its messages. So that rank goes on
+through its row: it computes nothing, takes the messages that come, and sends zeros where others expect something
+(``links.py``). At the end all ranks tell each other whether one raised. No message is left over, and a later step finds
+a clean group.
+
+Where layers are engines, ranks beside this one may be in a call that it will not make. So it makes one at once that
+does not fit theirs, which then raises there; it does not wait for it, as others wait for its messages. A rank whose
+call did not fit makes the same one, as does each that has come to its end: at last, repeated there, it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+import pycomm
+
+from ...errors import CollectiveMismatchError, PycommError
+from ...reducer.reduce import Wire
+
+__all__ = ["Outcome"]
+
+_FINE, _CUT_OFF, _RAISED = range(3)  # cut off: another rank raised
+_Call = tuple[pycomm.Work | None, torch.Tensor]  # and what it tells, once it is complete
+
+
+class Outcome:
+    """Whether the run of a row of this rank has failed so far; ``error`` is its own, None if that of another rank."""
+
+    def __init__(self, group: pycomm.Group, beside: pycomm.Group | None, wires: Sequence[Wire]) -> None:
+        """``group`` is the pipeline's, ``beside`` that of the other batches, ``wires`` those of engines in it."""
+        self._group, self._beside = group, beside
+        self._groups = list({wire.group.name: wire.group for wire in wires}.values())
+        self._is_heard = all(wire.stream is None for wire in wires)  # on a stream their calls would not meet this one
+        self._calls: list[_Call | None] = [None] * len(self._groups)  # under way, in which engines' ranks are told
+        self._worst = _FINE  # that this rank has heard of
+        self.has_failed = False
+        self.error: Exception | None = None
+
+    def fail(self, error: Exception | None = None) -> None:
+        """Called where this rank cannot go on. Raises ``error`` if the others cannot be told."""
+        if not self._is_heard and error is not None:
+            raise error
+        if not self.has_failed:
+            self.has_failed, self.error = True, error
+            self._worst = _CUT_OFF if error is None or isinstance(error, CollectiveMismatchError) else _RAISED
+            if self._is_heard:
+                self._calls = list(map(self._start, self._groups))
+
+    def agree(self) -> None:
+        """Called at the end of the row: returns if no rank has failed, else raises.
+
+        A rank's own error, or PycommError with those of the others.
+        """
+        for group, call in zip(self._groups, self._calls) if self._is_heard else ():
+            self._tell(group, call)
+        if self._beside is not None:
+            self._tell(self._beside)
+        self._tell(self._group)
+        if self._worst == _FINE:
+            return
+        cause = self.error
+        if self._worst == _RAISED and isinstance(self.error, CollectiveMismatchError):
+            self.error = None  # a rank with another batch said so that it had raised
+        everyone: list[Any] = [None] * self._group.world_size
+        mine = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        pycomm.all_gather_object(everyone, mine, self._group)
+        if self.error is not None:
+            raise self.error
+        said = "; ".join(f"rank {rank} raised {each}" for rank, each in enumerate(everyone) if each)
+        raise PycommError(
+            f"Pipeline.step, rank {self._group.rank} of group {self._group.name!r}: "
+            f"{said or 'ranks with other batches raised; see their errors'}. Gradients are those of a part of the "
+            f"batch: zero them; the next step can be made"
+        ) from cause
+
+    def _tell(self, group: pycomm.Group, call: _Call | None = None) -> None:
+        """Tells the ranks of ``group``, as often as their calls are others; ``call`` is under way."""
+        while True:
+            with suppress(CollectiveMismatchError):  # that was a call of an engine on another rank, which raises there
+                work, told = call or self._start(group, is_async=False)
+                call = None
+                if work is not None:
+                    work.wait()
+                self._worst = int(told.item())
+                return
+
+    def _start(self, group: pycomm.Group, is_async: bool = True) -> _Call:
+        told = torch.tensor([self._worst], dtype=torch.int64, device=group.control_device)
+        return pycomm.all_reduce(told, pycomm.ReduceOp.MAX, group, async_op=is_async), told
