@@ -12,6 +12,7 @@ from torch import nn
 import pycomm
 
 from ..errors import CollectiveMismatchError, ConfigError
+from ._marks import has_left
 
 __all__ = ["Roster", "check_same_model", "trained_parameters"]
 
@@ -57,9 +58,16 @@ def check_same_model(
 ) -> None:
     """Raises on every rank unless all have the same ``tensors``: names, shapes, dtypes, and none is on meta or may be.
 
-    CollectiveMismatchError names the first difference and its ranks, ConfigError the tensors without memory.
-    ``what`` words the place.
+    CollectiveMismatchError names the first difference and its ranks, ConfigError the tensors without memory, and those
+    that others have which were sharded without them. ``what`` words the place.
     """
+    left = [name for name, tensor in tensors if has_left(tensor)]
+    if left:
+        raise ConfigError(
+            f"{what}: expected parameters that are trained here alone, got some that were also in a module which has "
+            f"been sharded, and has others now: {', '.join(left[:_NAMED])}. Shard modules with tied weights in one "
+            f"engine, and make optimizers after sharding"
+        )
     described = [_describe(name, tensor) for name, tensor in tensors]
     digest = int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little")
     meta = [name for name, tensor in tensors if tensor.is_meta and not may_be_meta]

@@ -9,6 +9,7 @@ Ranks are global. What is said is a plain tuple: torch.load takes no classes of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -20,9 +21,12 @@ __all__ = [
     "Cut",
     "Holders",
     "cut_of",
+    "forget_holders",
+    "has_left",
     "holders_of",
     "mark_cut",
     "mark_holders",
+    "mark_left",
     "mark_shard",
     "numel_of",
     "refuse_cut",
@@ -30,6 +34,7 @@ __all__ = [
 ]
 
 _CUT, _HOLDERS, _SHARDS, _NUMEL = "_pycomm_cut", "_pycomm_holders", "_pycomm_shards", "_pycomm_numel"  # the attributes
+_LEFT = "_pycomm_left"
 
 
 class Cut(NamedTuple):
@@ -58,6 +63,16 @@ def mark_cut(parameter: torch.Tensor, cut: Cut) -> None:
     setattr(parameter, _CUT, tuple(cut))
 
 
+def has_left(parameter: torch.Tensor) -> bool:
+    """Whether an engine has put shards in the place of ``parameter``: what still has it is no longer tied to them."""
+    return hasattr(parameter, _LEFT)
+
+
+def mark_left(parameter: torch.Tensor) -> None:
+    """Says on ``parameter`` that an engine has put shards in its place."""
+    setattr(parameter, _LEFT, True)
+
+
 def numel_of(parameter: torch.Tensor) -> int:
     """Returns the elements of the whole parameter, of which a shard has fewer: alike on all ranks."""
     return int(getattr(parameter, _NUMEL, parameter.numel()))
@@ -81,9 +96,24 @@ def holders_of(parameter: torch.Tensor) -> Holders | None:
     return None if found is None else Holders(*found)
 
 
-def mark_holders(parameter: torch.Tensor, holders: Holders) -> None:
-    """Says on ``parameter`` which ranks of a pipeline hold it."""
-    setattr(parameter, _HOLDERS, tuple(holders))
+def mark_holders(parameter: torch.Tensor, holders: Holders, pipeline: object) -> None:
+    """Says on ``parameter`` which ranks of ``pipeline`` hold it, while that is there and nobody says anything newer."""
+    said = tuple(holders)
+    setattr(parameter, _HOLDERS, said)
+    weakref.finalize(pipeline, _unsay, weakref.ref(parameter), said).atexit = False
+
+
+def _unsay(parameter: weakref.ref[torch.Tensor], said: tuple[object, ...]) -> None:
+    found = parameter()
+    if found is not None and getattr(found, _HOLDERS, None) is said:
+        delattr(found, _HOLDERS)
+
+
+def forget_holders(parameters: Iterable[torch.Tensor]) -> None:
+    """Says that ``parameters`` are trained by another engine now than a pipeline."""
+    for parameter in parameters:
+        if hasattr(parameter, _HOLDERS):
+            delattr(parameter, _HOLDERS)
 
 
 def refuse_cut(parameters: Iterable[torch.Tensor], where: str, advice: str) -> None:

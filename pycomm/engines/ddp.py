@@ -30,7 +30,7 @@ from ._agreement import Roster, check_same_model, trained_parameters
 from ._buffers import broadcast_tensors, check_writable, make_equal
 from ._inside import mark_engine
 from ._join import Join
-from ._marks import refuse_cut
+from ._marks import forget_holders, refuse_cut
 from ._names import keep_names
 from ._norms import norm_of
 
@@ -89,6 +89,7 @@ class DistributedDataParallel(nn.Module):
         self.sync_parameters()
         keep_names(self)
         mark_engine(module, self)
+        forget_holders(module.parameters())
 
     @property
     def wires(self) -> Sequence[Wire]:

@@ -36,7 +36,7 @@ from .layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, assign_bucke
 from .planner import IN_LINE_BYTES, BackwardProfile, BucketPlan, measure_link, plan_buckets
 from .reduce import Named, Waitable, Wire, refuse, start_mean
 
-__all__ = ["BucketHook", "Reducer"]
+__all__ = ["BucketHook", "Reducer", "has_hooks"]
 
 BucketHook = Callable[[Bucket], None]
 PROFILED_PASSES = 3  # the first ones are slower: caches, allocators and autotuners warm up
@@ -310,6 +310,13 @@ class Reducer:
             f"{self._expected[index]}; its bucket may be on its way already. Reentrant checkpointing does that: use "
             f"checkpoint(use_reentrant=False), or static_graph=True if every step is like the first"
         )
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether there are hooks on its gradient, of others than reducers: those of an earlier engine do not matter."""
+    after = (parameter._post_accumulate_grad_hooks or {}).values()
+    is_ours = (isinstance(each, partial) and each.func is _tell for each in after)
+    return bool(parameter._backward_hooks) or not all(is_ours)
 
 
 def _tell(reducer: weakref.ref[Reducer], index: int, _parameter: torch.Tensor) -> None:

@@ -94,7 +94,7 @@ def pieces_of(model: tuple[Whole, ...], mesh: pycomm.Mesh) -> list[Piece]:
             mark_cut(parameter, Cut(0, 1, mesh.group("tp").ranks))
         if whole.first is not None:
             mark_shard(parameter, mesh.group("fsdp").ranks, parameter.numel())
-        mark_holders(parameter, Holders(mesh.group("pp").ranks, min(whole.stages)))
+        mark_holders(parameter, Holders(mesh.group("pp").ranks, min(whole.stages)), mesh)
         found.append(Piece(index, parameter, part))
     return found
 
@@ -135,7 +135,7 @@ def single_job(rank: int) -> None:
     part = nn.Parameter(torch.zeros(2 + rank, dtype=torch.float64))
     mark_shard(part, mesh.group("fsdp").ranks, part.numel())
     mark_cut(part, Cut(0, 1, mesh.group("tp").ranks))
-    mark_holders(part, Holders(mesh.group("pp").ranks, 0))
+    mark_holders(part, Holders(mesh.group("pp").ranks, 0), mesh)
     assert pycomm.clip_grad_norm_(part, 1.0, **groups) == 0
     if rank == 1:
         part.grad = torch.full_like(part, 3.0)

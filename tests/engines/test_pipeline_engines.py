@@ -180,9 +180,34 @@ def other_times_job(rank: int) -> None:
         split.layer_times_s = found
 
 
+def newest_job(rank: int) -> None:
+    """A parameter is what its newest engine says, and no pipeline's once that is gone; ties are not cut in silence."""
+    mesh = pycomm.Mesh(pp=2, dp=2)
+    pp, dp = mesh.group("pp"), mesh.group("dp")
+    for wrap in (pycomm.DistributedDataParallel, partial(pycomm.fully_shard, strategy="no_shard"), None):
+        whole = nn.Sequential(*layers())
+        pipeline = pycomm.Pipeline(list(whole), loss_of_words, 4, pp, data_group=dp)
+        with pytest.raises(pycomm.ConfigError, match="stages=: expected the group of ranks"):
+            pycomm.clip_grad_norm_(whole.parameters(), 1.0)
+        if wrap is None:
+            del pipeline
+        else:
+            wrap(whole, dp)
+        pycomm.clip_grad_norm_(whole.parameters(), 1.0)
+    tied = layers()
+    tied[7][0].weight = tied[1][0].weight
+    pycomm.fully_shard(tied[1], dp)
+    for engine in (pycomm.FullyShardedDataParallel, pycomm.DistributedDataParallel):
+        with pytest.raises(pycomm.ConfigError, match="in a module which has been sharded, .*: 0.weight. Shard"):
+            engine(tied[7], dp)
+    with pytest.raises(pycomm.ConfigError, match="in a module which has been sharded, .*: 7.0.weight. Shard"):
+        pycomm.Pipeline(tied, loss_of_words, 4, pp)
+
+
 def mistakes_job(rank: int) -> None:
     error_job(rank)
     other_times_job(rank)
+    newest_job(rank)
 
 
 def test_a_step_that_raises_raises_on_every_rank_and_the_next_one_works() -> None:

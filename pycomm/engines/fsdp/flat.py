@@ -26,7 +26,7 @@ from torch import nn
 from ...reducer.bucket import allocate
 from ...reducer.keys import key_of
 from ...reducer.reduce import Named, Waitable, Wire, start_gather, start_mean, start_scatter_mean
-from .._marks import mark_shard
+from .._marks import forget_holders, mark_left, mark_shard
 from .ledger import Kind, Ledger
 from .options import Precision, Ranks, Strategy, state_name
 from .wrap import Place
@@ -126,7 +126,9 @@ class FlatParameter:
             full = nn.Parameter(self._full.data[start:stop].view(parameter.shape), parameter.requires_grad)
             for each in (piece, full):
                 each.__dict__.update(parameter.__dict__)
+            forget_holders((piece, full))
             mark_shard(piece, self.layout.ranks.sharding, parameter.numel())
+            mark_left(parameter)
             yield Slot(name, parameter.shape, start, stop, own, kept, full, piece, places)
             start = stop
 

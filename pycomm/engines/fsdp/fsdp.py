@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, refuse, start_sum
+from ...reducer.reducer import has_hooks
 from .._agreement import Roster, check_same_model
 from .._buffers import broadcast_tensors, make_equal
 from .._inside import mark_engine
@@ -348,7 +349,7 @@ def _count_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer,
 
 
 def _check_hooks(named: list[tuple[str, nn.Parameter]]) -> None:
-    hooked = [name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked = [name for name, p in named if has_hooks(p)]
     if hooked:
         raise ConfigError(
             f"FullyShardedDataParallel: expected parameters without hooks, got some with hooks of the gradient: "

@@ -288,7 +288,7 @@ class Pipeline:
                 holders.setdefault(parameter, set()).add(self.schedule.placement[stage])
         tied = []
         for parameter, ranks in holders.items():
-            mark_holders(parameter, Holders(self.group.ranks, min(ranks)))
+            mark_holders(parameter, Holders(self.group.ranks, min(ranks)), self)
             if parameter.requires_grad and len(ranks) > 1:
                 found = pycomm.split(0 if self.group.rank in ranks else None, group=self.group)
                 if isinstance(found, pycomm.Group):
