@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import pycomm
 import pycomm.torch_backend
@@ -78,6 +79,17 @@ def test_checkpoints_load_into_another_world(tmp_path: Path) -> None:
         loss_of(alone, inputs, targets).backward()
         optimizer.step()
     assert relative_error(plain.state_dict(), alone.state_dict()) < 1e-5
+
+
+def alone_job(rank: int, folder: str) -> None:
+    fsdp = pycomm.FullyShardedDataParallel(nn.Linear(64, 64))
+    with pytest.raises(CheckpointException, match=r"CheckpointError: weight: this rank has \d+ of 4096 elements"):
+        dcp.save(fsdp.state_dict(), checkpoint_id=f"{folder}/checkpoint")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_without_torch_distributed_no_rank_writes_over_the_others(tmp_path: Path) -> None:
+    run_ranks(2, alone_job, str(tmp_path))
 
 
 class Scaled(nn.Module):

@@ -18,6 +18,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+
+from ...errors import CheckpointError
 
 __all__ = ["Box", "Piece", "boxes"]
 
@@ -92,6 +95,13 @@ class Piece(torch.Tensor):
     def __create_write_items__(self, name: str, _object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        if self.local.numel() < self.numel() and not (dist.is_available() and dist.is_initialized()):
+            raise CheckpointError(
+                f"{name}: this rank has {self.local.numel()} of {self.numel()} elements, and ranks save together over "
+                f"torch.distributed, which is not initialized; each would write over the others' files. Call "
+                f'torch.distributed.init_process_group("pycomm") first, or save full_state_dict()'
+            )
 
         return [
             WriteItem(
