@@ -7,6 +7,7 @@ grew. What a stranger stores who speaks its language is kept as any rank's is; t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import random
@@ -45,6 +46,7 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
 
 def main() -> int:
     """Prints a line for each kind."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     listener = socket.create_server(("127.0.0.1", 0))
     port = int(listener.getsockname()[1])
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

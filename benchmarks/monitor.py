@@ -1,4 +1,4 @@
-"""What recording costs: a small all_reduce with the board and the bandwidth monitor on, beside the same with them off.
+"""What recording costs: a small all_reduce on a group that writes the board, beside the same on one that does not.
 
 Two groups of the same ranks, one recorded and one not, take turns within each round, so both see the same machine:
 

@@ -63,7 +63,8 @@ def init(
     """Joins the ranks of this job and returns the default group. Called once by every rank; also a context manager.
 
     ``transport`` is a registered name, or "auto": shm if all ranks share this host, else mixed. Rank and world size
-    come from the launcher's environment unless given. ``store`` or ``init_method`` say where ranks meet, as in torch. A
+    come from the launcher's environment unless given. ``store`` or ``init_method`` say where ranks meet, as in torch.
+    ``timeout``, seconds or a timedelta, is that of a call, 10 minutes by default; ``config`` has the other settings. A
     connected Transport may be given instead of all that; one of a LocalWorld makes a group for the calling thread
     alone. Raises ConfigError, NativeUnavailableError, CollectiveTimeoutError if a rank does not come.
     """
@@ -139,7 +140,8 @@ def new_group(
     """Makes a group of ``ranks`` (global, None for all; ordered by rank), on the transport of ``group``.
 
     Called by every rank of ``group``; those outside get NON_MEMBER. ``timeout`` is that of the new group's calls; to
-    make it the ranks have the timeout of ``group``. Raises ConfigError for ranks that do not exist or repeat.
+    make it the ranks have the timeout of ``group``. ``name`` is what errors and tables call it; ``backend``, if given,
+    the transport's name. Raises ConfigError for ranks that do not exist or repeat.
     """
     parent = resolve(group)
     if backend not in (None, parent.transport.name):

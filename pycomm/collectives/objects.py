@@ -38,7 +38,11 @@ _MAX_BYTES = 1 << 40  # a length beyond this is a broken message, not an object
 def all_gather_object(
     object_list: list[Any], obj: Any, group: Any = None, *, dumps: Dumps = pickle.dumps, loads: Loads = pickle.loads
 ) -> None:
-    """Fills ``object_list (world_size)`` with the ranks' ``obj`` in rank order. Unpickles, see the top of this file."""
+    """Fills ``object_list (world_size)`` with the ranks' ``obj`` in rank order.
+
+    Unpickling runs code that the sender chose: among ranks that are not trusted pass ``dumps`` (object -> bytes) and
+    ``loads`` (bytes -> object) of your own, the same on all ranks, as to the other verbs for objects.
+    """
     g = resolve(group)
     _check_list(g, object_list, "object_list")
     payload = _encode(g, [obj], dumps)[0]
@@ -83,7 +87,10 @@ def broadcast_object_list(
     dumps: Dumps = pickle.dumps,
     loads: Loads = pickle.loads,
 ) -> None:
-    """Replaces the entries of ``object_list`` by the root's (default: global rank 0). Unpickles on the other ranks."""
+    """Replaces the entries of ``object_list`` by the root's (default: global rank 0). Unpickles on the other ranks.
+
+    ``device`` is taken for torch's sake and not used.
+    """
     g = resolve(group)
     root = root_rank(g, src, group_src, "src", default=0)
     is_root = g.rank == root
@@ -142,7 +149,7 @@ def send_object_list(
 ) -> None:
     """Sends the objects of ``object_list``; the receiver's list has as many entries.
 
-    ``device`` and ``use_batch`` are torch's.
+    ``device`` and ``use_batch`` are taken for torch's sake and not used.
     """
     g = resolve(group)
     peer = root_rank(g, dst, group_dst, "dst")

@@ -63,7 +63,11 @@ def send(
     *,
     timeout: float | timedelta | None = None,
 ) -> None:
-    """Sends ``tensor`` and returns once it may be changed again."""
+    """Sends ``tensor`` and returns once it may be changed again.
+
+    To global rank ``dst`` or rank ``group_dst`` of the group. Messages of one ``tag`` (0 to 32758) between two ranks
+    arrive in the order they were sent. ``timeout``: seconds or a timedelta, instead of the group's.
+    """
     g = resolve(group)
     isend(tensor, dst, g, tag, group_dst).wait(timeout)
 
@@ -78,7 +82,11 @@ def recv(
     *,
     timeout: float | timedelta | None = None,
 ) -> int:
-    """Receives into ``tensor``, from any rank if no source is given, and returns the global rank that it came from."""
+    """Receives into ``tensor``, from any rank if no source is given, and returns the global rank that it came from.
+
+    ``src`` is a global rank, ``group_src`` one of the group; ``tag`` and ``timeout`` as of ``send``. Raises
+    CollectiveMismatchError for a message of another size, PeerLostError, CollectiveTimeoutError.
+    """
     g = resolve(group)
     work = irecv(tensor, src, g, tag, group_src)
     work.wait(timeout)

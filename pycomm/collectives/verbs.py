@@ -82,7 +82,12 @@ def all_reduce(
 ) -> Work | None:
     """Reduces ``tensor`` over all ranks, in place on every rank. 16- and 8-bit floats accumulate in float32.
 
-    It may be a sparse COO tensor, with SUM or AVG: afterwards it has the entries of all ranks, coalesced.
+    It may be a sparse COO tensor, with SUM or AVG: afterwards it has the entries of all ranks, coalesced. ``op`` is a
+    ReduceOp, ours or torch's, or a ``premul_sum``. With ``async_op`` a Work is returned at once. Every collective takes
+    these ``options``: ``algorithm`` (such as "ring"), ``timeout`` (seconds or a timedelta, of this call), and those of
+    all_reduce, reduce_scatter and all_gather ``compression`` and ``name`` (docs/compression.md). Raises ConfigError
+    before a byte moves for what cannot be right, CollectiveMismatchError if the ranks call different things,
+    PeerLostError and CollectiveTimeoutError.
     """
     return _all_reduce(tensor, op, resolve(group), async_op, parse_options(**options))
 
@@ -104,7 +109,7 @@ def broadcast(
     group_src: int | None = None,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """Copies ``tensor`` of the root to every rank."""
+    """Copies ``tensor`` of the root, global rank ``src`` or rank ``group_src`` of the group, to every rank."""
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("broadcast"):
         root = root_rank(g, src, group_src, "src")
@@ -127,7 +132,10 @@ def reduce(
     group_dst: int | None = None,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """Reduces ``tensor`` over all ranks, in place on the root; elsewhere it is not written."""
+    """Reduces ``tensor`` over all ranks, in place on the root, global rank ``dst`` or rank ``group_dst`` of the group.
+
+    Elsewhere it is not written. ``op`` as for all_reduce.
+    """
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("reduce"):
         root = root_rank(g, dst, group_dst, "dst")

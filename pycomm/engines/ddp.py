@@ -44,7 +44,8 @@ class DistributedDataParallel(nn.Module):
     differs, and the ranks); it starts from rank 0's parameters. ``state_dict`` has the module's own names.
 
     - ``bucket_bytes``: bytes reduced together; a number, a text such as "25MiB", or "auto", which takes the size that
-      least exposes communication by the measured speed of the group and the measured backward pass.
+      least exposes communication by the measured speed of the group and the measured backward pass. The first bucket
+      has at most ``first_bucket_bytes``, so that the wire has work early.
     - ``buffers``: what forward does with BatchNorm's statistics and the like: "broadcast" rank 0's, "average" them, or
       None: each rank keeps its own.
     - ``compression``: as of ``pycomm.all_reduce``: "bf16", "int4+ef", "auto", ... Gradients stay in their own dtype.

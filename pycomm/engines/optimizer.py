@@ -77,9 +77,12 @@ def DistributedOptimizer(
 
     The object stays the same and an instance of its class, so schedulers and checkpoints see no difference. With
     ``backward_passes_per_step`` > 1 the gradients of so many passes add up before they are averaged. A parameter that
-    has no gradient on some ranks counts as zeros there. Called by every rank; raises CollectiveMismatchError if their
-    parameters differ, ConfigError if the optimizer has parameters without a name. To be called again once parameters
-    were added to the optimizer, or unfrozen: ``step()`` raises ConfigError for those that nobody averages.
+    has no gradient on some ranks counts as zeros there. ``compression`` and ``bucket_bytes`` are those of
+    DistributedDataParallel.
+
+    Called by every rank; raises CollectiveMismatchError if their parameters differ, ConfigError if the optimizer has
+    parameters without a name. To be called again once parameters were added to the optimizer, or unfrozen: ``step()``
+    raises ConfigError for those that nobody averages.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     known = {id(parameter) for _, parameter in named}

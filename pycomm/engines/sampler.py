@@ -25,7 +25,8 @@ class DistributedSampler(Sampler[int]):
 
     ``num_replicas`` and ``rank`` are those of ``group`` unless given. All ranks yield equally many indices: with
     ``drop_last`` what is left over is dropped, else the first samples are repeated. ``shuffle``: each ``set_epoch``
-    is another order. ``state_dict`` counts what was yielded: take it where a step is complete on every rank.
+    is another order, drawn from ``seed``. ``state_dict`` counts what was yielded: take it where a step is complete on
+    every rank.
     """
 
     def __init__(

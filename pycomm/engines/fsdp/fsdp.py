@@ -63,6 +63,7 @@ class FullyShardedDataParallel(nn.Module):
     - ``overlap``: gather and reduce on a CommStream while Python computes; None: where the wire leaves the host.
     - ``initialize``: called with each module whose parameters are on the meta device, once they have memory, such as
       ``lambda module: module.reset_parameters()``; unit by unit, so that no rank ever holds the whole model.
+    - ``measures_activations``: count what autograd saves, too, for ``memory_stats()``.
     """
 
     def __init__(

@@ -68,6 +68,8 @@ class Pipeline:
 
     - ``loss(output, target)``: the mean over a microbatch, a scalar; computed by the rank of the last stage.
     - ``schedule``: "gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zbv", or a ``Schedule``.
+    - ``microbatches``: equal parts of a batch, along its first dimension; ``stages_per_rank``: None is the schedule's
+      own number, "gpipe" and "interleaved_one_f_one_b" take others.
     - ``split``: "parameters", "time" (needs ``sample``, one microbatch; all measure, rank 0's times decide), or the
       layers of each stage.
     - ``times``: of each stage, for schedules that are built by them; ``measured_times()`` gives them after a step.
