@@ -1,6 +1,6 @@
 """How close an all_reduce and a broadcast come to what the caches, the memory and Python allow.
 
-    pycomm run -n 2 benchmarks/limits.py [--max-bytes 64MiB]
+    pycomm run -n 2 benchmarks/limits.py --max-bytes 64MiB
 
 Between two ranks, beside calls of C functions that do nothing but the loads and stores of a collective
 (``bare_exchange.cpp``: no checks, no errors, no timeout, no tensor to read): all_reduces of short messages, and

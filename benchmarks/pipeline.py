@@ -1,7 +1,7 @@
 """The bubble of every pipeline schedule: simulated from measured times, and measured.
 
     pycomm run -n 2 benchmarks/pipeline.py
-    pycomm run -n 2 benchmarks/pipeline.py --microbatches 8 --svg docs/pipeline.svg zbv
+    pycomm run -n 4 benchmarks/pipeline.py --microbatches 8 --svg docs/pipeline_zbv.svg zbv
 
 Every schedule trains the same GPT, cut by measured time. The measured bubble is the share of the slowest rank's step in
 which the ranks did not compute. Simulated is what the schedule alone makes them wait: with the time that each F, B, I

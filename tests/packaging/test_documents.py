@@ -1,8 +1,12 @@
-"""The documents name what is there: links, files, tests, names of the API, and commands with arguments that exist."""
+"""The documents name what is there: links, files, tests, names of the API, and commands with arguments that exist.
+
+So do the docstrings of examples and benchmarks, as far as commands go: they are what ``--help`` prints.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import re
@@ -19,6 +23,7 @@ from pycomm.cli.__main__ import commands, main
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (?!-)\S.*\n(?:(?:    .*)?\n)*", re.MULTILINE)
 PLACEHOLDERS = {"N": "2", "T": "shm", "VERB": "all_reduce", "DIR": "."}
@@ -97,12 +102,14 @@ def test_names_of_the_api_are_there(document: Path) -> None:
 
 
 def shell_lines(document: Path) -> Iterator[str]:
-    """Yields the commands of a document: in blocks, and between backticks."""
+    """Yields the commands of a document: in blocks, where some spaces end them, and between backticks."""
     text = document.read_text(encoding="utf-8")
+    if document.suffix == ".py":
+        text = (ast.get_docstring(ast.parse(text)) or "").replace("``", "`") + "\n"
     blocks = [block for language, block in FENCE.findall(text) if language == ""]
     blocks += INDENTED.findall(FENCE.sub("", text))
     for block in blocks:
-        yield from block.replace("\\\n", " ").splitlines()
+        yield from (re.split(r" {3,}", line.strip())[0] for line in re.sub(r"\\\n *", "", block).splitlines())
     # A command between backticks may go over the end of a line.
     yield from (command.replace("\n", " ") for command in re.findall(r"`([^`]+)`", FENCE.sub("", text)))
 
@@ -174,7 +181,7 @@ def refused(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch)
     raise AssertionError(f"{program} has no parser: it ran")
 
 
-@each_document
+@pytest.mark.parametrize("document", DOCUMENTS + SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_take_their_arguments(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {(program, *arguments) for line in shell_lines(document) for program, arguments in programs(line)}
     assert seen or document.name not in ("README.md", "tuning.md"), "commands are no longer found"
