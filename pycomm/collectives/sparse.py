@@ -15,7 +15,7 @@ from ..algorithms.executor import Collective
 from ..errors import CollectiveMismatchError, ConfigError
 from ..types import ReduceOp, dtype_of_code, dtype_of_name
 from .group import Call
-from .tensors import dtype_name
+from .tensors import dtype_name, flatten
 
 if TYPE_CHECKING:
     from .context import Options
@@ -128,7 +128,7 @@ def _fill(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Writes the bytes of ``tensors``, one after the other, to the beginning of ``flat``, bytes."""
     start = 0
     for tensor in tensors:
-        source = tensor.contiguous().view(-1).view(torch.uint8)
+        source = flatten(tensor, reads=True, writes=False, devices=("cpu",)).tensor.view(torch.uint8)
         flat[start : start + source.numel()] = source
         start += source.numel()
 

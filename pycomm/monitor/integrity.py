@@ -13,6 +13,7 @@ import torch
 
 from ..algorithms.executor import Collective
 from ..collectives.context import resolve
+from ..collectives.tensors import flatten
 from ..collectives.verbs import all_gather_single
 from ..errors import ConfigError, TransportError
 
@@ -86,7 +87,8 @@ def _named(what: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+    host = tensor.detach().cpu()
+    raw = flatten(host, reads=True, writes=False, devices=("cpu",)).tensor.view(torch.uint8).numpy().data
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return int.from_bytes(blake2b(raw, digest_size=_DIGEST_BYTES, key=head[:64]).digest(), "little", signed=True)
 

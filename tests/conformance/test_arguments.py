@@ -125,6 +125,18 @@ def views(rank: int) -> None:
     assert torch.equal(rows.t(), board)
 
 
+def sparse(rank: int) -> None:
+    """Entries that are one in the end, as of an embedding of which a batch has one row; and values that lie apart."""
+    n = pycomm.world_size()
+    row = torch.sparse_coo_tensor(torch.tensor([[2, 2, 2]]), torch.ones(3, 4), (5, 4), check_invariants=True)
+    pycomm.all_reduce(row)
+    assert row.is_coalesced() and row.indices().tolist() == [[2]] and (row.values() == 3 * n).all()
+    values = torch.full((4,), complex(0, rank + 1))[1::2].conj()[:1]
+    apart = torch.sparse_coo_tensor(torch.tensor([[1]]), values, (3,), check_invariants=True, is_coalesced=True)
+    pycomm.all_reduce(apart)
+    assert apart.to_dense().tolist() == [0, complex(0, -n * (n + 1) / 2), 0]
+
+
 def board(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A column of ``numel`` elements, and the canaries around and between them."""
     canaries = torch.full((numel + 2, 3), -7.0)
@@ -210,6 +222,7 @@ def not_a_numbers(rank: int) -> None:
 def all_arguments(rank: int) -> None:
     arrays(rank)
     views(rank)
+    sparse(rank)
     not_a_numbers(rank)
     results_keep_to_their_views(rank)
     every_type_moves(rank)

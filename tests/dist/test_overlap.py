@@ -202,6 +202,8 @@ def observe(rank: int) -> None:
         model.bias.data[0] += 1e-7
     report = pycomm.verify(model)
     assert not report and report.first == "bias" and report.ranks == (1,), report
+    halves = torch.full((4,), complex(1, 2)).conj()
+    assert pycomm.verify([halves, halves.imag, torch.ones(4)[1::2][:1], torch.ones(3, 2).t()])
     norms = pycomm.monitor.gradient_norms([torch.full((4,), float("nan") if rank == 2 else 1.0)])
     assert norms.suspects == (2,)
     said: list[str] = []
