@@ -49,6 +49,8 @@ def _all_reduce(group: Group, recorder: Recorder | None, room: int, call: Any) -
             is_framed = nbytes <= room
             if nbytes == 0 or not (is_framed or can_be_native(tensor, op, nbytes)):
                 return False
+            if not is_framed and tensor.is_inference():  # which torch writes only as the ordinary path dresses it
+                return False
             is_done = False
             turn.begin()
             try:

@@ -80,6 +80,10 @@ def views(rank: int) -> None:
     pycomm.all_reduce(frozen.t(), ReduceOp.MAX)
     assert (frozen == total).all()
     with torch.inference_mode():
+        long = torch.full((100_000,), rank + 1.0)
+    pycomm.all_reduce(long)
+    assert (long == total).all()
+    with torch.inference_mode():
         frozen.fill_(rank + 1)
         pycomm.all_reduce(frozen, async_op=True).wait()
         pycomm.all_reduce(frozen[:, 1], ReduceOp.MAX)
