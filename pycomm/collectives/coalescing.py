@@ -23,7 +23,7 @@ __all__ = ["Coalescing", "all_reduce_coalesced", "coalescing"]
 
 
 class _Bucket:
-    """all_reduces that can be one: same dtype, device, operator, factor and options."""
+    """all_reduces that can be one: same dtype, device, operator and options; with PREMUL_SUM of one call."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -55,14 +55,20 @@ class Coalescing:
         result: Any,
         async_op: bool,
         parts: Sequence[Part] = (),
+        call: int | None = None,
     ) -> None:
-        """Takes one all_reduce of ``tensor``, a result of ``as_tensor``. For the verbs."""
+        """Takes one all_reduce of ``tensor``, a result of ``as_tensor``. For the verbs.
+
+        Those of one ``call`` (None: a call of its own) have one factor on every rank.
+        """
         if async_op:
             raise ConfigError(
                 "all_reduce(async_op=True) inside coalescing(): the calls become one; "
                 "use coalescing(async_op=True) and wait on what it gives"
             )
-        key = (tensor.dtype, tensor.device, op, factor, options._replace(name=None))
+        # Factors are each rank's own, so whether those of two calls are equal is no word on what the other ranks fuse.
+        number = (len(self._tensors) if call is None else call) if op is ReduceOp.PREMUL_SUM else None
+        key = (tensor.dtype, tensor.device, op, factor, options._replace(name=None), number)
         bucket = self._buckets.setdefault(key, _Bucket())
         bucket.tensors.append(tensor)
         self._tensors.append(tensor)
@@ -75,7 +81,7 @@ class Coalescing:
         """
         with self._group.scope("all_reduce"):
             check_disjoint([(f"tensors[{index}] of those coalesced", each) for index, each in enumerate(self._tensors)])
-        for (_, _, op, factor, options), bucket in self._buckets.items():
+        for (_, _, op, factor, options, _), bucket in self._buckets.items():
             with self._group.scope("all_reduce"):
                 devices = self._group.transport.devices
                 flats = [flatten(each, reads=True, writes=True, devices=devices) for each in bucket.tensors]
@@ -95,6 +101,7 @@ class Coalescing:
 @contextmanager
 def coalescing(group: Any = None, async_op: bool = False) -> Iterator[Coalescing]:
     """Fuses the all_reduces made inside, on this group, into one call for each dtype and operator, made at the end.
+    Those with PREMUL_SUM stay apart.
 
     Their tensors are read at the end, too: what the body changes in them counts. Their results are there after the
     context, or after ``wait()`` on what it gives if ``async_op`` is true. Other calls run at once, so before the
@@ -127,7 +134,7 @@ def all_reduce_coalesced(
         dense = [as_tensor(each, f"tensors[{index}]", writes=True) for index, each in enumerate(tensors)]
         for each, tensor in zip(dense, tensors, strict=True):
             check_op(each.dtype, reduce_op)
-            manager.add(each, reduce_op, factor, parsed, tensor, async_op=False)
+            manager.add(each, reduce_op, factor, parsed, tensor, async_op=False, call=0)
     manager.flush()
     return manager.works or None
 

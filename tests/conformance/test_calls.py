@@ -221,6 +221,11 @@ def coalesced(rank: int) -> None:
             pycomm.all_reduce(tensor, group=world)
             tensor.mul_(3)
     assert changed[0].eq(3 * n).all() and changed[1:, 1].eq(3 * n).all() and changed[1:, 2:].eq(1).all()
+    factors = [torch.ones(3), torch.ones(5)]
+    with pycomm.coalescing(world):  # of which some ranks have two, and rank 0 has one
+        for tensor, factor in zip(factors, (1, rank + 1), strict=True):
+            pycomm.all_reduce(tensor, pycomm.premul_sum(factor), world)
+    assert factors[0].eq(n).all() and factors[1].eq(total + n).all()
     for again, op in ((changed[0], ReduceOp.SUM), (changed[1:, 1], ReduceOp.MAX), (changed[:, 1], ReduceOp.SUM)):
         before = changed.clone()
         with (
