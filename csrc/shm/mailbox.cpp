@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <system_error>
 #include <utility>
 
@@ -119,8 +120,18 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
 }
 
 bool Mailbox::test(const std::shared_ptr<Message>& message) {
-  const auto lock = enter();
-  if (!message->is_done) progress();
+  auto lock = enter();
+  // Who asks again and again keeps the helper away, so now and then it has to be this thread that sees who is lost.
+  if (!message->is_done && !progress() && monotonic_ns() - looked_ns_ >= kLongestNapNs) {
+    looked_ns_ = monotonic_ns();
+    Deadline never{0, std::numeric_limits<std::int64_t>::max()};
+    try {
+      check(lock, *message, never);
+    } catch (const Failed&) {
+      lock.lock();
+      fail_all(std::current_exception());
+    }
+  }
   if (message->is_done) throw_if_failed(*message);
   return message->is_done;
 }
@@ -201,9 +212,15 @@ void Mailbox::look_on(std::unique_lock<std::mutex>& lock, const Message& message
 }
 
 void Mailbox::look_around(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
-  const int peer = message.peer;  // another thread's progress may find out who the sender is
   lock.unlock();
   waiter_.check_interrupt();
+  lock.lock();
+  check(lock, message, deadline);
+}
+
+void Mailbox::check(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
+  const int peer = message.peer;  // another thread's progress may find out who the sender is
+  lock.unlock();
   const auto has_come = [&] {
     const std::lock_guard<std::mutex> inner(mutex_);
     return message.is_done || is_anything_new();

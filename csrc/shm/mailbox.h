@@ -120,6 +120,8 @@ class Mailbox {
   void look_on(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
   // Looks for signals, deaths and the time; `lock` is free meanwhile.
   void look_around(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
+  // The part of it without signals; what it throws leaves `lock` free.
+  void check(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
   // All of these are called with mutex_ held. The bool ones say whether a byte moved.
   bool progress();
   bool push(Outbound& outbound, std::size_t most);
@@ -165,6 +167,7 @@ class Mailbox {
   bool is_driven_ = false;                // some thread is inside wait's loop,
   int onlookers_ = 0;                     // and so many wait for it
   std::uint64_t calls_ = 0;               // of this class
+  std::int64_t looked_ns_ = 0;            // when test() last looked for lost ranks
   bool helper_rests_ = false;             // until it is called
   bool is_closed_ = false;
   std::thread helper_;

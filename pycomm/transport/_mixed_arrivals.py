@@ -43,6 +43,7 @@ class Arrivals:
         self._asked: list[_Receive] = []  # those whose sender is not known, and those behind them
         self._announcing: list[Request] = []  # announcements of messages that have been taken
         self._error: PycommError | None = None
+        self._next_ask_s = 0.0
         self._is_listening = False
         self._is_closed = False
 
@@ -65,9 +66,13 @@ class Arrivals:
                 error, heard = receive.error or self._error, self._heard.copy()
             if receive.request is None and error is not None:
                 raise error
-            if receive.request is not None or left_s <= _ASK_S:
+            has_time, now_s = left_s > _ASK_S, time.monotonic()
+            # Who has little time, or none, may come again and again.
+            if receive.request is None and (has_time or now_s >= self._next_ask_s):
+                self._next_ask_s = now_s + _ASK_S
+                self._transport.check_senders(receive.flat.nbytes, receive.tag, heard)
+            if receive.request is not None or not has_time:
                 break
-            self._transport.check_senders(receive.flat.nbytes, receive.tag, heard)
         return receive.request is not None
 
     def no_message(self, receive: _Receive, limit_s: float) -> CollectiveTimeoutError:

@@ -39,6 +39,12 @@ class _Send(Request):
         self._is_done = False
 
     def test(self) -> bool:
+        if not self.look():
+            self._transport.glance(self._doing, self._message, self.look)
+        return self._is_done
+
+    def look(self) -> bool:
+        """``test`` without a look at who lives."""
         if not self._is_done:
             self._transport.progress()
             self._is_done = self._transport.poll(self._request, self._doing)
@@ -47,7 +53,7 @@ class _Send(Request):
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.test, timeout_s, self._doing, self._message)
+        self._transport.wait_until(self.look, timeout_s, self._doing, self._message)
 
 
 class _Receive(Request):
@@ -58,6 +64,7 @@ class _Receive(Request):
         self.peer = peer
         self.tag = tag
         self.source = -1 if peer is None else peer
+        self._message = Message(self.source, tag)
         self.request: Any = None
         self.error: PycommError | None = None
         sender = "any rank" if peer is None else f"rank {peer}"
@@ -66,6 +73,12 @@ class _Receive(Request):
         self._is_done = False
 
     def test(self) -> bool:
+        if not self.look():
+            self._transport.glance(self.doing, self._message, self.look)
+        return self._is_done
+
+    def look(self) -> bool:
+        """``test`` without a look at who lives."""
         if not self._is_done:
             self._transport.progress()
             if self.request is not None:
@@ -78,9 +91,7 @@ class _Receive(Request):
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(
-            self.test, timeout_s, self.doing, Message(-1 if self.peer is None else self.peer, self.tag)
-        )
+        self._transport.wait_until(self.look, timeout_s, self.doing, self._message)
 
 
 class MpiMessages:
@@ -144,7 +155,7 @@ class MpiMessages:
     def _tell(self, peers: Sequence[int], key: int, look: Look) -> None:
         word = torch.tensor([key], dtype=torch.int64, device="cpu").view(torch.uint8)
         for send in [self._start_send(word, peer, self._transport.largest_tag - 1) for peer in peers]:
-            self._transport.wait_until(send.test, None, "new_group", look=look)
+            self._transport.wait_until(send.look, None, "new_group", look=look)
 
     def _hear(self, peers: Sequence[int], key: int, look: Look) -> None:
         """Waits for the word of each; passes over those of meetings that were given up."""
@@ -153,7 +164,7 @@ class MpiMessages:
             while word.item() != key:
                 receive = self._start_receive(word.view(torch.uint8), peer, self._transport.largest_tag - 1)
                 try:
-                    self._transport.wait_until(receive.test, None, "new_group", look=look)
+                    self._transport.wait_until(receive.look, None, "new_group", look=look)
                 except BaseException:
                     self._withdraw(receive)
                     raise

@@ -93,7 +93,13 @@ class Posted(Request):
 
     def test(self) -> bool:
         self._start_helper()
+        # One from any rank no connection's end ends.
+        if not self._is_done and self._message is not None and self._message.peer < 0:
+            self._transport.glance(self.doing, self._message, self._has_ended)
         return self._is_done and self._raise_or_true()
+
+    def _has_ended(self) -> bool:
+        return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveTimeoutError, PeerLostError
 from . import _wording as wording
-from .base import Request, Transport
+from ._watch import SLICE_S
+from .base import ANNOUNCEMENT_TAG, Request, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ class WatchedTransport(Transport):
 
     watch: Watch
     _messages: Any  # each transport's own kind; all have these two
+    _glance_s = 0.0  # when who only asks looks around next; 0.0: nobody has yet
 
     @property
     def is_broken(self) -> bool:
@@ -66,6 +68,20 @@ class WatchedTransport(Transport):
         failure = self.watch.look(self.calls, message)
         if failure is not None and not is_done():
             raise self.failed(doing, failure)
+
+    def glance(self, doing: str, message: Message, is_done: Callable[[], bool]) -> None:
+        """``check`` once in a while, for who asks again and again whether ``message`` is complete and never waits.
+
+        Not for announcements: a peer may go without having heard them.
+        """
+        now_s = time.monotonic()
+        if now_s < self._glance_s or message.tag == ANNOUNCEMENT_TAG:
+            return
+        if self._glance_s == 0.0:
+            self.watch.start_wait()
+        else:
+            self.check(doing, message, is_done)
+        self._glance_s = now_s + SLICE_S
 
     @contextlib.contextmanager
     def making(self, theirs: Watch, rank: int) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -174,6 +175,27 @@ def lose_the_peer(rank: int) -> Any:
 @pytest.mark.parametrize("transport", FAILING)
 def test_errors_are_kept_told_once_and_let_go(transport: str) -> None:
     run_ranks(2, lose_the_peer, transport=transport)
+
+
+def only_ask(rank: int) -> None:
+    group = pycomm.new_group()
+    pycomm.barrier()
+    if rank:
+        group.close()
+        return
+    works: list[Any] = []
+    with contextlib.suppress(PeerLostError):  # which the start of a message may tell already
+        works.append(pycomm.irecv(torch.zeros(3), group=group, tag=1))
+        works.append(pycomm.irecv(torch.zeros(3, 2)[:, 1], 2, group, tag=2))
+        works.append(pycomm.irecv(torch.zeros(3), 2, group, tag=3))
+    for work in works:
+        wait_until(work.is_completed)
+        assert isinstance(work.exception(), PeerLostError)
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_who_only_asks_hears_of_a_lost_rank(transport: str) -> None:
+    run_ranks(3, only_ask, transport=transport)
 
 
 def follow(rank: int) -> None:
