@@ -255,6 +255,12 @@ def state_dicts(rank: int) -> None:
     plain.load_state_dict(state)
     other = pycomm.fully_shard(make("conv"), strategy="shard_optimizer", wrap=nn.Linear)
     other.load_state_dict(state)
+    found = other.load_state_dict({**{name: state[name] for name in state if name != "0.bias"}, "odd": 0}, strict=False)
+    assert found.missing_keys == ["0.bias"] and found.unexpected_keys == ["odd"]
+    with pytest.raises(RuntimeError, match='Missing key.*: "part.0.bias"'):
+        nn.ModuleDict({"part": other}).load_state_dict(
+            {f"part.{name}": state[name] for name in state if name != "0.bias"}
+        )
     resumed = OPTIMIZERS["adamw"](other.parameters())
     other.load_optimizer_state_dict(resumed, moments)
     mirror = OPTIMIZERS["adamw"](plain.parameters())

@@ -18,7 +18,7 @@ from harness import run_ranks
 
 
 def passes_job(rank: int) -> None:
-    for check in (several_passes, averages_swapped, no_parameter_wanted, dropped, dataclasses_come_out):
+    for check in (several_passes, averages_swapped, no_parameter_wanted, penalized, dropped, dataclasses_come_out):
         torch.manual_seed(3)
         check(rank)
 
@@ -81,6 +81,25 @@ def no_parameter_wanted(rank: int) -> None:
             before = [p.grad.clone() for p in fsdp.parameters()]
             torch.autograd.grad(loss_of(fsdp, x, targets), x)
             torch.testing.assert_close([p.grad for p in fsdp.parameters()], before, rtol=0, atol=0)
+
+
+def penalized(rank: int) -> None:
+    """A gradient with a graph of its own, differentiated in the pass that follows."""
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+    pycomm.broadcast_parameters(alone)
+    fsdp = pycomm.FullyShardedDataParallel(copy.deepcopy(alone), wrap=nn.Sequential)
+    held = fsdp.memory_stats().parameters.device
+    for net in (alone, fsdp, fsdp):
+        net.zero_grad()
+        x = torch.ones(2, 4, requires_grad=True)
+        output = net(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (output.sum() + slope.square().sum()).backward()
+    torch.testing.assert_close(whole_gradient(fsdp), torch.cat([p.grad.reshape(-1) for p in alone.parameters()]))
+    assert fsdp.memory_stats().parameters.device == held
+    lbfgs = torch.optim.LBFGS(fsdp.parameters())
+    with pytest.raises(pycomm.ConfigError, match="LBFGS: expected whole parameters"):
+        lbfgs.step(lambda: torch.zeros(()))
 
 
 def dropped(rank: int) -> None:

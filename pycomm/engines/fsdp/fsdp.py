@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, refuse, start_sum
@@ -111,7 +111,9 @@ class FullyShardedDataParallel(nn.Module):
         self._measures_activations = measures_activations
         self._is_offloaded = offload is not None
         counting = register_optimizer_step_post_hook(partial(_count_optimizer, weakref.ref(self)))
+        checking = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self)))
         weakref.finalize(self, counting.remove)
+        weakref.finalize(self, checking.remove)
         self._states = States(module, self.units, self._ranks)
         keep_names(self)
         mark_engine(module, self)
@@ -312,6 +314,15 @@ class FullyShardedDataParallel(nn.Module):
         tensors = (each for state in states for each in state.values() if isinstance(each, torch.Tensor))
         self._ledger.put("optimizer", sum(each.nbytes for each in tensors), is_host=self._is_offloaded)
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigError for one that goes by all parameters together. Called when one is about to step."""
+        if isinstance(optimizer, torch.optim.LBFGS) and self._ranks.parts > 1:
+            if any(p in self._roster for group in optimizer.param_groups for p in group["params"]):
+                raise ConfigError(
+                    "LBFGS: expected whole parameters, got shards: each rank would search along a direction, and for a "
+                    "number of passes, of its own. Use strategy='no_shard' or DistributedDataParallel"
+                )
+
     def _check_unchanged(self, is_communicating: bool) -> None:
         strays = [name for unit in self.units for flat in unit.flats for name in flat.strays()]
         change = self._roster.change()
@@ -347,6 +358,11 @@ def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullySh
 def _count_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     if (found := engine()) is not None:
         found.count_optimizer(optimizer)
+
+
+def _check_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    if (found := engine()) is not None:
+        found.check_optimizer(optimizer)
 
 
 def _check_hooks(named: list[tuple[str, nn.Parameter]]) -> None:

@@ -10,6 +10,8 @@
 [Note: when a unit's backward pass is over]
 Its last gradient does not tell: a frozen or detached weight may yet be needed for the gradient of an input. But
 autograd runs what ran last first, so when a gradient reaches an output of a unit, units that ran after it are through.
+A pass with create_graph=True is followed by one that differentiates what it computed, at nodes that no output of a unit
+leads to. So nothing is freed from the one to the end of the other.
 
 [Note: one order on every rank]
 Reductions are started in the reverse of the order in which rank 0 ran the units forward, whatever order they finish in;
@@ -75,6 +77,8 @@ class Passes:
         self._clock = 0  # counts starts and ends of units
         self._had_gradients = True  # the last pass
         self._is_backward = False
+        self._has_graph = False  # this pass, which is then differentiated in the next one
+        self._keeps = False  # what is gathered, until the end of this pass
         self._next = 0  # of the reversed order: the unit to reduce next
         self._reducing: list[Unit] = []
         self._missing: dict[str, bool] = {}  # of the reduced parameters: whether this rank had no gradient
@@ -191,6 +195,8 @@ class Passes:
 
     def _free_past(self, reached: Unit) -> None:
         """Frees the units that are through, now that ``reached`` is; see the note on top of this file."""
+        if self._keeps:
+            return
         for unit in self.units:
             if unit.has_begun and unit.is_complete and unit.start > reached.end:
                 unit.has_begun = False
@@ -202,6 +208,8 @@ class Passes:
 
     def _begin(self) -> None:
         self._is_backward = True
+        was, self._has_graph = self._has_graph, _is_inside_backward() and torch.is_grad_enabled()
+        self._keeps = was or self._has_graph
         self._next = 0
         self._missing = {}
         for unit in self.units:
@@ -256,7 +264,7 @@ class Passes:
             else:
                 self._agree_on_nothing()
         finally:
-            for unit in self.units:
+            for unit in () if self._has_graph else self.units:
                 unit.free()
 
     def reduce_now(self) -> None:
