@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from engines.cases import BOUND, OPTIMIZERS, Attention, Branches, TinyGPT, batch
 from engines.fsdp_cases import STRATEGIES, WRAP, error_of, expected_of, train, whole_gradient
 from harness import run_ranks
 from pycomm.engines.fsdp import ShardedGradScaler
+from pycomm.engines.fsdp.pieces import Piece
 
 
 def features_job(rank: int) -> None:
@@ -170,7 +172,18 @@ def checkpointed(rank: int) -> None:
         fsdp(x.clone().requires_grad_()).square().sum().backward()
         alone.zero_grad()
         (sum(alone(torch.ones(2, 8) + each).square().sum() for each in range(2)) / 2).backward()
-        torch.testing.assert_close(whole_gradient(fsdp), torch.cat([p.grad.reshape(-1) for p in alone.parameters()]))
+        expected = torch.cat([p.grad.reshape(-1) for p in alone.parameters()])
+        torch.testing.assert_close(whole_gradient(fsdp), expected)
+        for strategy in ("shard_optimizer", "full_shard"):  # the unit is around the checkpoint
+            fsdp = pycomm.FullyShardedDataParallel(Checkpointed(is_reentrant), strategy=strategy)
+            fsdp(x.clone().requires_grad_()).square().sum().backward()
+            torch.testing.assert_close(whole_gradient(fsdp), expected)
+    plain = make("mlp")
+    wrapped = nn.Sequential(*plain[:2], checkpoint_wrapper(plain[2]), *plain[3:])
+    fsdp = pycomm.FullyShardedDataParallel(wrapped, wrap=nn.Linear)
+    assert list(fsdp.full_state_dict()) == list(fsdp.state_dict()) == list(make("mlp").state_dict())
+    assert all(type(each) is Piece for each in fsdp.state_dict().values())
+    fsdp.load_state_dict(fsdp.full_state_dict())
 
 
 def clipped(rank: int) -> None:

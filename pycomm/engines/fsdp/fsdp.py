@@ -117,6 +117,7 @@ class FullyShardedDataParallel(nn.Module):
         self._states = States(module, self.units, self._ranks)
         keep_names(self)
         mark_engine(module, self)
+        module.register_state_dict_pre_hook(self._end_passes)  # type: ignore[no-untyped-call]
         module.register_state_dict_post_hook(partial(self._to_pieces))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(self._from_pieces)  # type: ignore[no-untyped-call]
 
@@ -226,6 +227,7 @@ class FullyShardedDataParallel(nn.Module):
 
         So does an optimizer's ``zero_grad()``, but for ``set_to_none=False``, which leaves the latter.
         """
+        self._passes.reset()
         super().zero_grad(set_to_none)
         for unit in self.units:
             for flat in unit.trained:
@@ -257,9 +259,16 @@ class FullyShardedDataParallel(nn.Module):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _to_pieces(self, _module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
-        state.update({prefix + name: each for name, each in self._states.sharded().items() if prefix + name in state})
+        if not self._states.is_listing:
+            named = self._states.sharded().items()
+            state.update({prefix + name: each for name, each in named if prefix + name in state})
+
+    def _end_passes(self, *_rest: Any) -> None:
+        """After a backward pass that raised modules may still have their full parameters."""
+        self._passes.reset()
 
     def _from_pieces(self, _module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+        self._passes.reset()
         self._states.localize(state, prefix)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
@@ -268,6 +277,7 @@ class FullyShardedDataParallel(nn.Module):
         Called by every rank. ``load_state_dict`` takes it, here and in a module that is not sharded. (``state_dict()``
         is this rank's part, for torch.distributed.checkpoint.)
         """
+        self._passes.reset()
         return self._states.full(rank)
 
     def optimizer_state_dict(

@@ -3,7 +3,8 @@
     before forward     its parameters are gathered; those of the units that come next are on their way
     after forward      they are freed, where parameters are sharded; not the outermost unit's, needed again at once
     before backward    the units behind it are freed; its parameters are gathered again, when a gradient reaches one of
-                       its outputs; the unit before it is on its way
+                       its outputs; the unit before it is on its way. Its modules have them then, as checkpoints
+                       inside it compute again
     gradients arrive   the last one of a unit starts the reduction
     end of backward    what is missing counts as zeros; all reductions are waited for; the ranks compare notes
 
@@ -137,7 +138,8 @@ class Passes:
     def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Called also if the forward pass raised."""
         unit = self.units[index]
-        unit.show(False)
+        if not (unit.has_begun and _is_inside_backward()):
+            unit.show(False)
         if torch.is_grad_enabled():
             hook = partial(self._before_backward, index)
             for tensor in _tensors(output):
@@ -192,6 +194,7 @@ class Passes:
         ahead = [each for each in reversed(self._order) if each == index or not self.units[each].is_complete]
         self._look_ahead(ahead, index)
         unit.wait_gathered()
+        unit.show(True)
 
     def _free_past(self, reached: Unit) -> None:
         """Frees the units that are through, now that ``reached`` is; see the note on top of this file."""
@@ -200,6 +203,7 @@ class Passes:
         for unit in self.units:
             if unit.has_begun and unit.is_complete and unit.start > reached.end:
                 unit.has_begun = False
+                unit.show(False)
                 unit.free()
 
     def _begin_backward(self) -> None:
@@ -264,8 +268,11 @@ class Passes:
             else:
                 self._agree_on_nothing()
         finally:
-            for unit in () if self._has_graph else self.units:
-                unit.free()
+            for unit in self.units:
+                unit.has_begun = False
+                unit.show(False)
+                if not self._has_graph:
+                    unit.free()
 
     def reduce_now(self) -> None:
         """Reduces what has accumulated, outside of a backward pass. Called by every rank."""
@@ -305,6 +312,8 @@ class Passes:
             for work in unit.reductions:
                 work.wait()
             unit.reductions = []
+            unit.has_begun = False
+            unit.show(False)
             unit.free()
             for flat in unit.trained:
                 flat.drop()

@@ -10,7 +10,7 @@ takes either kind.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -34,6 +34,7 @@ class States:
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], ranks: Ranks) -> None:
         self._module = module
+        self.is_listing = False  # the module's own state dict is asked for
         shards = ranks.shards
         self._ranks = [group.rank for group in ranks.groups]
         self._flats = [flat for unit in units for flat in unit.flats]
@@ -47,7 +48,7 @@ class States:
 
     def sharded(self) -> dict[str, torch.Tensor]:
         """Returns the module's state; parameters as pieces over the shards' own memory, buffers as they are."""
-        return {name: self._piece(each, each) for name, each in self._tensors()}
+        return {name: self._piece(each, each) for name, each in self._named()}
 
     def full(self, rank: int | None) -> dict[str, torch.Tensor]:
         """Returns the module's state in full, on every rank or on ``rank`` alone, where others get {}. Collective."""
@@ -56,20 +57,25 @@ class States:
             whole.update(self._whole(flat, {id(slot.piece): slot.piece for slot in flat.slots}, rank))
         if not self._is_for(rank):
             return {}
-        return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in self._tensors()}
+        return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in self._named()}
 
     def localize(self, state: dict[str, Any], prefix: str) -> None:
         """Replaces the parameters of ``state`` by what of them belongs on this rank. Raises CheckpointError."""
-        for name, each in self._tensors():
+        for name, each in self._named():
             if prefix + name in state:
                 state[prefix + name] = self._local(each, state[prefix + name], name)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._module.named_parameters(remove_duplicate=False)
-        for prefix, module in self._module.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns parameters and buffers by the names that the module's state dict gives them.
+
+        Modules may change names there, as those do that stand around others to checkpoint them.
+        """
+        self.is_listing = True
+        try:
+            state = self._module.state_dict(keep_vars=True)
+        finally:
+            self.is_listing = False
+        return [(name, each) for name, each in state.items() if isinstance(each, torch.Tensor)]
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
