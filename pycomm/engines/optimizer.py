@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -53,6 +53,12 @@ class _Distributed(torch.optim.Optimizer):
         """Averages the gradients now if that has not been done: before clipping them, for example."""
         if not self._pycomm_reducer.is_reduced:
             self._pycomm_reducer.reduce_now()
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise ConfigError(
+            "a DistributedOptimizer cannot be copied or pickled: it has a group, which is this process's place among "
+            "the ranks; save or copy its state_dict()"
+        )
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -194,6 +194,11 @@ def cannot_be_copied(rank: int) -> None:
     for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(pycomm.ConfigError, match=r"cannot be copied or pickled.*\.module"):
             attempt(ddp)
+    net = mlp()
+    optimizer = pycomm.DistributedOptimizer(torch.optim.SGD(net.parameters()), net.named_parameters())
+    for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(pycomm.ConfigError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+            attempt(optimizer)
     with pytest.raises(pycomm.ConfigError, match="a group cannot be copied or pickled"):
         copy.deepcopy(pycomm.get_group(None).transport)
     assert torch.equal(copy.deepcopy(ddp.module)[0].weight, ddp.module[0].weight)
