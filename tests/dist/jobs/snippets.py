@@ -7,7 +7,9 @@ Code is compiled with the document's name and lines, so a traceback says where t
 from __future__ import annotations
 
 import io
+import os
 import re
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -118,8 +120,16 @@ def for_clipping(names: dict[str, Any]) -> None:
     names["pipeline"] = pycomm.Pipeline([*staged.blocks, staged.head], names["loss"], 2, mesh.group("pp"))
 
 
-def for_options(names: dict[str, Any]) -> None:
-    dist.destroy_process_group()  # the snippet is another way to make it
+def for_torch(names: dict[str, Any]) -> None:
+    """Lets torch.distributed meet at a port of its own: a rank that comes early would find the store of the last."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    port = [0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port[0] = free.getsockname()[1]
+        pycomm.broadcast_object_list(port, 0)
+    os.environ["MASTER_PORT"] = str(port[0])
 
 
 def for_hooks(names: dict[str, Any]) -> None:
@@ -143,11 +153,11 @@ BEFORE: dict[str, list[Callable[[dict[str, Any]], None]]] = {
     "docs/compression.md": [nothing, nothing],
     "docs/ddp.md": [nothing, nothing],
     "docs/diagnosis.md": [nothing],
-    "docs/fsdp.md": [nothing, nothing],
+    "docs/fsdp.md": [nothing, for_torch],
     "docs/pipeline.md": [nothing, nothing],
     "docs/planning.md": [nothing, for_batches, nothing, nothing],
     "docs/tensor.md": [for_layers, for_clipping],
-    "docs/torch_backend.md": [nothing, for_options, for_hooks],
+    "docs/torch_backend.md": [for_torch, for_torch, for_hooks],
     "docs/faults.md": [for_faults, nothing, for_injection],
     "README.md": [end, begin, nothing, nothing, nothing, nothing],
 }
@@ -169,7 +179,7 @@ def run(document: str) -> None:
 def main() -> int:
     """Runs all; returns how many documents failed."""
     torch.set_num_threads(1)
-    failed = 0
+    failed, port = 0, os.environ["MASTER_PORT"]
     for document in sorted(BEFORE):
         if not pycomm.is_initialized():
             pycomm.init()
@@ -181,6 +191,7 @@ def main() -> int:
             failed += 1
         if dist.is_initialized():
             dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = port
     return failed
 
 
