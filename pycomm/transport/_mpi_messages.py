@@ -7,12 +7,13 @@ is kept here: a plan that fails in the middle drops the handles of all its messa
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, PycommError
+from ..errors import ConfigError, PycommError, TransportError
 from . import _mpi_memory as memory
 from . import _wording as wording
 from ._watch import Message
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiMessages"]
 
 _TAGS_OF_OUR_OWN = 2  # the largest two: for exchange() and meet()
+_asked: set[weakref.ref[MpiMessages]] = set()  # of all groups of this process: those with receives that are due
 
 
 class _Send(Request):
@@ -101,6 +103,7 @@ class MpiMessages:
         self._transport = transport
         self._due: list[_Receive] = []
         self._due_lock = threading.Lock()
+        self._own = weakref.ref(self)
         self._top_tag = transport.largest_tag - _TAGS_OF_OUR_OWN
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
@@ -114,8 +117,24 @@ class MpiMessages:
         return self._start_receive(flat, peer, tag)
 
     def progress(self) -> None:
-        """Receives every message that has come and that one of the receives is for."""
-        if not self._due or not self._due_lock.acquire(blocking=False):  # else another thread is at it
+        """Receives every message that has come and that one of the receives is for.
+
+        Those of other groups too: who waits there for this rank to take a message may be who this one waits for.
+        """
+        if self._due:
+            self._receive_due()
+        for own in tuple(_asked):
+            others = own()
+            try:
+                if others is not None and others is not self:
+                    others._receive_due()
+            except TransportError:  # is told to who waits there
+                others = None
+            if others is None:
+                _asked.discard(own)
+
+    def _receive_due(self) -> None:
+        if not self._due_lock.acquire(blocking=False):  # another thread is at it
             return
         # A message may come between two probes: only the first of the receives that it fits may look for it.
         taken: set[tuple[int | None, int]] = set()
@@ -127,6 +146,8 @@ class MpiMessages:
                     self._due.remove(receive)
                 else:
                     taken |= {(peer, tag), (-1, tag)}
+            if not self._due:
+                _asked.discard(self._own)
         finally:
             self._due_lock.release()
 
@@ -192,6 +213,7 @@ class MpiMessages:
         receive = _Receive(self._transport, flat, peer, tag)
         with self._due_lock:
             self._due.append(receive)
+            _asked.add(self._own)
         return receive
 
     def _match(self, receive: _Receive) -> bool:

@@ -85,6 +85,19 @@ def strided_messages(rank: int) -> None:
     assert torch.equal(target, expected)
 
 
+def take_while_waiting_elsewhere(rank: int) -> None:
+    """Rank 0 comes to the barrier once rank 1, who waits there, has taken a message of another group."""
+    group = pycomm.new_group()
+    long = torch.full((100_000,), rank)
+    if rank == 0:
+        pycomm.send(long, 1, group)
+        pycomm.barrier()
+    else:
+        work = pycomm.irecv(long, 0, group) if rank == 1 else None
+        pycomm.barrier()
+        assert work is None or (work.wait() and (long == 0).all())
+
+
 @everywhere
 def test_messages(transport: str) -> None:
     run_ranks(3, all_messages, transport=transport)
@@ -94,6 +107,7 @@ def all_messages(rank: int) -> None:
     messages(rank)
     batches(rank)
     strided_messages(rank)
+    take_while_waiting_elsewhere(rank)
 
 
 def objects(rank: int) -> None:
