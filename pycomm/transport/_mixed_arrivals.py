@@ -135,7 +135,7 @@ class Arrivals:
                     self._changed.notify_all()
         except PycommError as error:  # for whoever waits for a message
             with self._changed:
-                self._error = error
+                self._error = self._transport.reason(error)
                 self._changed.notify_all()
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from ..errors import CollectiveTimeoutError, PeerLostError, TransportError
+from ..errors import CollectiveTimeoutError, PeerLostError, PycommError, TransportError
 from ..topology import Topology, detect_launch
 from ..types import ReduceOp
 from . import ConnectSpec, _mixed_shards
@@ -263,6 +263,10 @@ class MixedTransport(Transport):
             if cause is error:
                 raise
             raise cause from error
+
+    def reason(self, error: PycommError) -> PycommError:
+        """Returns what ended both, of which a thread that waited in one hears no more than that it is closed."""
+        return error if self._failure is None else self._failure.again()
 
     def _cause_of(self, error: TransportError) -> TransportError:
         """Returns what broke the group as a whole: ``inner`` numbers its ranks by itself, and if one of them has closed

@@ -190,7 +190,7 @@ def only_ask(rank: int) -> None:
         works.append(pycomm.irecv(torch.zeros(3), 2, group, tag=3))
     for work in works:
         wait_until(work.is_completed)
-        assert isinstance(work.exception(), PeerLostError)
+        assert isinstance(work.exception(), PeerLostError), repr(work.exception())
 
 
 @pytest.mark.parametrize("transport", EVERYWHERE)
