@@ -183,10 +183,15 @@ class Watch:
     # -- looking ----------------------------------------------------------------------------------------------------
 
     def start_wait(self) -> None:
-        """To be called when a wait turns long, before the first ``look`` of it."""
-        self._suspect = -1
-        self._ask_s = _ASK_STORE_S
-        self._next_ask = time.monotonic() + self._ask_s
+        """To be called when a wait turns long, before the first ``look`` of it.
+
+        One that follows another goes on where that was: who waits in short pieces would never come to ask.
+        """
+        now_s = time.monotonic()
+        if now_s > self._next_ask + _ASK_STORE_AT_MOST_S:
+            self._suspect = -1
+            self._ask_s = _ASK_STORE_S
+            self._next_ask = now_s + self._ask_s
 
     def look(self, call: int, message: Message | None = None) -> Failure | None:
         """Looks around once and says what broke the group, if anything has.

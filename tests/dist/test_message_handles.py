@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import threading
+import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -191,6 +192,26 @@ def only_ask(rank: int) -> None:
     for work in works:
         wait_until(work.is_completed)
         assert isinstance(work.exception(), PeerLostError), repr(work.exception())
+
+
+def wait_shortly(rank: int) -> None:
+    """Again and again, each time for less than it takes to look who has left."""
+    group = pycomm.new_group()
+    pycomm.barrier()
+    if rank:
+        group.close()
+        return
+    work = pycomm.irecv(torch.zeros(3), group=group)
+    deadline = time.monotonic() + 10.0
+    with pytest.raises(PeerLostError):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(CollectiveTimeoutError):
+                work.wait(0.008)
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_who_waits_in_short_pieces_hears_of_a_lost_rank(transport: str) -> None:
+    run_ranks(3, wait_shortly, transport=transport)
 
 
 @pytest.mark.parametrize("transport", EVERYWHERE)
