@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..config import seconds
 from ..errors import CollectiveTimeoutError, NativeUnavailableError, TransportError, forget_locals
 from ..ops import native
+from ..transport.base import has_ended
 from .work import Work
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class MessageWork(Work):
         if not self._is_done:
             # Its memory is in use until the message is complete, and a transport may call back what nobody holds.
             orphans = self._group.orphans
-            orphans[:] = [request for request in orphans if not _has_ended(request)]
+            orphans[:] = [request for request in orphans if not has_ended(request)]
             orphans.append(self._ending)
         elif self._error is not None and not self._is_asked:
             _log.error("%s failed, and its handle was dropped without a wait: %s", self._description, self._error)
@@ -213,10 +214,3 @@ def _wait_and_tell(work: MessageWork) -> None:
         forget_locals(error)
         work._tell_future(error)
     del work  # which the error would keep
-
-
-def _has_ended(request: Request) -> bool:
-    try:
-        return request.test()
-    except Exception:  # nobody is left to be told
-        return True

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import CollectiveTimeoutError, PycommError
-from .base import Request, Transport
+from .base import Request, Transport, has_ended
 
 if TYPE_CHECKING:
     from .mixed import MixedTransport
@@ -86,7 +86,7 @@ class Arrivals:
     def keep(self, announcement: Request) -> None:
         """Keeps what has not been heard yet: a receiver that listens is to count it, late as it is."""
         with self._changed:
-            self._announcing = [each for each in (*self._announcing, announcement) if not _has_ended(each)]
+            self._announcing = [each for each in (*self._announcing, announcement) if not has_ended(each)]
 
     @property
     def timeout_s(self) -> float:
@@ -181,10 +181,3 @@ class Announced(Request):
     def wait(self, timeout_s: float | None = None) -> None:
         self._message.wait(timeout_s)
         self._arrivals.keep(self._announcement)
-
-
-def _has_ended(announcement: Request) -> bool:
-    try:
-        return announcement.test()
-    except PycommError:  # who needed it is gone
-        return True

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     MeanwhileOnHost = Callable[[Sequence[torch.Tensor]], None]
     ExchangeAmong = Callable[[torch.Tensor, str, float | None, Meanwhile | None], torch.Tensor]
 
-__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport"]
+__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport", "has_ended"]
 
 # Tags of messages. Users have those below; from there on, two rounds of messages whose sizes the ranks have agreed on,
 # which need not say them, announcements (mixed.py), four for plans (algorithms/executor.py), and two more. MPI promises
@@ -75,6 +75,14 @@ class Request(ABC):
         does, or, where that costs anything, not at all.
         """
         self.wait()
+
+
+def has_ended(request: Request) -> bool:
+    """Says whether a message is complete or has failed, for one that is only kept: nobody is left to be told."""
+    try:
+        return request.test()
+    except Exception:
+        return True
 
 
 class Transport(ABC):
