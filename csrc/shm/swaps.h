@@ -24,9 +24,8 @@
 namespace pycomm::shm {
 
 inline constexpr std::size_t kStep = 16u << 10;   // so much is filled before the other rank is told
-inline constexpr std::size_t kTwoStepsFrom = 4u << 10, kNoTurnsTo = 8u << 10;
+inline constexpr std::size_t kTwoStepsFrom = 4u << 10;
 inline constexpr std::size_t kMostSteps = kRegionBytes / kStep;  // of a region
-inline constexpr std::size_t kAskTo = 16u << 10;  // a message that is no longer finds its region in L1 at the next call
 inline constexpr std::size_t kSlotTo = 64;  // a longer message is sooner in a region, of which the lines are there, than in a slot
 
 // What is not long is two steps, or one if it is short: a rank fills the second while the first one's news is on its way (4 KiB: 0.93 of the time).
@@ -44,8 +43,9 @@ template <class Fill, class Use>
 void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
   const char* const verb = verb_name(call.verb);
   const std::size_t piece = even_piece(load.total, kRegionBytes), stride = step_of(piece), steps = (piece + stride - 1) / stride;
-  // A fence after each block would cost more than it gains, and so do turns where there is little to take.
-  const std::size_t block = load.is_streamed || load.total <= kNoTurnsTo ? stride : kBlock;
+  // By turns, [Note: by turns], where there is something to fill. A fence after each block would cost more than that gains; and a whole step
+  // at once the processor reads further ahead by itself: 32 and 64 KiB take 0.85 of the time, 4 KiB 0.97.
+  const std::size_t block = load.is_streamed || load.total <= kRegionBytes ? stride : kBlock;
   const auto apply = [&](auto& function, unsigned char* window, std::size_t offset, std::size_t at, std::size_t end) {
     if (at >= end) return;
     const auto part = [&](int, std::size_t) { return window + at; };  // the only one, of the only other rank
@@ -63,17 +63,12 @@ void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
   if (!has_come && steps == 1) publish_window(window_);
   for (std::size_t offset = 0; offset < load.total; offset += piece, ++round_) {
     const std::size_t end = std::min(piece, load.total - offset), next_end = std::min(piece, load.total - offset - end);
-    const std::size_t asked = load.total <= kAskTo ? end : next_end;  // lines that this rank will write, now or soon
     unsigned char* const window = region(round_ + 1);  // which the other rank has filled
     for (std::size_t step = 0; step < end; step += stride, ++window_) {
       if (!has_come || offset + step > 0) await_windows(verb);
       const std::size_t step_end = std::min(end, step + stride);
-      const auto ask = [&](std::size_t at) {
-        if (at < std::min(step_end, asked)) ask_to_write(window + at, std::min(kBlock, std::min(step_end, asked) - at));
-      };
-      ask(step);
+      ask_to_read(window + step, std::min(kBlock, step_end - step));  // until it does
       for (std::size_t at = step; at < step_end; at += block) {
-        ask(at + block);
         apply(use, window, offset, at, step_end);
         apply(fill, window, offset + end, at, std::min(step_end, next_end));
       }

@@ -26,11 +26,17 @@ inline bool is_long(std::size_t bytes) { return bytes >= kLongFrom; }
 // Whether a result of `bytes` is to be written past the caches. Each rank has tried that for itself, and need not agree.
 inline bool streams_output(std::size_t bytes) { return is_long(bytes) && memory_prefers_streams(); }
 
+inline constexpr std::size_t kKeptAtOnce = 4 * kBlock;  // shorter copies are over before the lines that they write have come
+
 // Copies what others have staged to where only its owner reads it.
 inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
   if (is_streamed) return copy_streamed(to, from, bytes);
-  ask_to_write(to, bytes);
-  copy(to, from, bytes);
+  const std::size_t block = bytes > kKeptAtOnce ? kBlock : bytes;
+  for (std::size_t at = 0; at < bytes; at += block) {
+    const std::size_t length = std::min(block, bytes - at);
+    ask_to_write(bytes_of(to) + at, length);
+    copy(bytes_of(to) + at, bytes_of(from) + at, of_any_length(length));
+  }
 }
 
 template <class Fill, class Use>
