@@ -277,7 +277,7 @@ class Watch:
         store = self._store
         with contextlib.suppress(RuntimeError):
             words = {} if store is None or not store.check(["news"]) else self._last_words(store)
-            if words and all(word and self._sent_by(word, tag) <= received[rank] for rank, word in words.items()):
+            if self._none_comes(words, tag, received):
                 return self._closed(min(words))
         return None
 
@@ -312,12 +312,21 @@ class Watch:
         return self._has_all(word, rank, message.tag)
 
     def _is_vain(self, words: dict[int, _LastWord | None], message: Message) -> bool:
-        """Says whether ``message``, from any rank, will not come: all have closed the group, by their last ``words``,
-        and what they sent is here. A transport's standing receive for announcements is not owed any.
+        """Says whether ``message``, from any rank, will not come.
+
+        A transport's standing receive for announcements is not owed any.
         """
-        if message.peer >= 0 or message.tag == ANNOUNCEMENT_TAG or not words:
+        if message.peer >= 0 or message.tag == ANNOUNCEMENT_TAG:
             return False
-        return all(word is not None and self._has_all(word, rank, message.tag) for rank, word in words.items())
+        with self.counting:
+            received = {rank: self._received[rank, message.tag % _TAGS] for rank in words}
+        return self._none_comes(words, message.tag, received)
+
+    def _none_comes(self, words: dict[int, _LastWord | None], tag: int, received: Mapping[int, int]) -> bool:
+        """Says whether all others have closed the group and sent no more with ``tag`` than is ``received``, by rank."""
+        return bool(words) and all(
+            word is not None and self._sent_by(word, tag) <= received[rank] for rank, word in words.items()
+        )
 
     def _has_all(self, word: _LastWord, rank: int, tag: int) -> bool:
         """Says whether all messages are here that ``rank`` had sent, by its last word, with this tag."""
