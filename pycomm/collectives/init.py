@@ -133,27 +133,67 @@ def new_group(
     ranks: Sequence[int] | None = None,
     timeout: float | timedelta | None = None,
     backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
     *,
     group: Any = None,
     name: str | None = None,
 ) -> Group | NonMember:
-    """Makes a group of ``ranks`` (global, None for all; ordered by rank), on the transport of ``group``.
+    """Makes a group of ``ranks`` (global, None for all), on the transport of ``group``.
 
-    Called by every rank of ``group``; those outside get NON_MEMBER. ``timeout`` is that of the new group's calls; to
-    make it the ranks have the timeout of ``group``. ``name`` is what errors and tables call it; ``backend``, if given,
-    the transport's name. Raises ConfigError for ranks that do not exist or repeat.
+    Called by every rank of ``group``; those outside get NON_MEMBER. Members are ordered by rank, or as in ``ranks``
+    without ``sort_ranks``. ``timeout`` is that of the new group's calls; to make it the ranks have the timeout of
+    ``group``. ``name``, or torch's word for it, ``group_desc``, is what errors and tables call it; ``backend``, if
+    given, the transport's name. Of torch's other arguments ``device_id`` binds nothing: it may be any device, but over
+    a transport for GPUs only that of this rank. Raises ConfigError for ranks that do not exist or repeat, for any
+    ``pg_options``, and for ``use_local_synchronization`` without all ranks.
     """
     parent = resolve(group)
-    if backend not in (None, parent.transport.name):
-        raise ConfigError(
-            f"new_group: a group uses the transport of its parent, {parent.transport.name!r}; got {backend!r}"
-        )
     with parent.scope("new_group"):
-        members = list(parent.ranks) if ranks is None else sorted(ranks)
+        if backend not in (None, parent.transport.name):
+            raise ConfigError(
+                f"backend: a group uses the transport of its parent: expected {parent.transport.name!r} or None, got "
+                f"{backend!r}; leave it out"
+            )
+        if pg_options is not None:
+            raise ConfigError(
+                f"pg_options: a group has the settings of its parent: expected None, got {type(pg_options).__name__}: "
+                f"{pg_options!r}; leave it out, and pass timeout= here, algorithm= and compression= to each call"
+            )
+        if name is not None and group_desc is not None:
+            raise ConfigError(f"expected name or group_desc, got both: {name!r} and {group_desc!r}; pass one")
+        if device_id is not None:
+            _check_device(parent, device_id)
+        chosen = list(parent.ranks if ranks is None else ranks)
+        members = sorted(chosen) if ranks is not None and sort_ranks else chosen
         if not members or len(set(members)) != len(members):
-            raise ConfigError(f"ranks: expected at least one rank and none twice, got {list(ranks or [])}")
+            raise ConfigError(f"ranks: expected at least one rank and none twice, got {chosen}")
         group_ranks = [parent.group_rank(member) for member in members]
-    return parent.subgroup(group_ranks, name, timeout) or NON_MEMBER
+        if use_local_synchronization and len(members) < parent.world_size:
+            raise ConfigError(
+                f"use_local_synchronization: every rank of the group takes part in making another: expected False, or "
+                f"all {parent.world_size} ranks, got True and {chosen}; pass False and call it on every rank, also on "
+                f"those outside"
+            )
+    return parent.subgroup(group_ranks, group_desc if name is None else name, timeout) or NON_MEMBER
+
+
+def _check_device(parent: Group, device: torch.device) -> None:
+    """Raises ConfigError for the ``device_id`` of a new group whose transport is bound to another device."""
+    if not isinstance(device, torch.device):
+        raise ConfigError(
+            f"device_id: expected a torch.device or None, got {type(device).__name__}: {device!r}; leave it out"
+        )
+    own = parent.control_device
+    is_own = device == own or (device.type == own.type and device.index is None)
+    if own.type != "cpu" and not is_own:
+        raise ConfigError(
+            f"device_id: transport {parent.transport.name!r} serves one GPU a rank: expected {own} or None, got "
+            f"{device}; leave it out, and call torch.cuda.set_device before pycomm.init"
+        )
 
 
 def split(color: int | None, key: int = 0, group: Any = None, *, name: str | None = None) -> Group | NonMember:

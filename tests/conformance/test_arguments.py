@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pycomm
 from harness import run_ranks, transport_params
 from pycomm import ReduceOp
+from pycomm.torch_backend import Options
 
 everywhere = pytest.mark.parametrize("transport", transport_params())
 
@@ -307,6 +308,11 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("expected at least one rank", lambda: pycomm.new_group([])),
         ("none twice", lambda: pycomm.new_group([0, 0])),
         ("not in group", lambda: pycomm.new_group([n])),
+        ("backend: a group uses the transport of its parent", lambda: pycomm.new_group([0], None, "gloo")),
+        ("pg_options: a group has the settings", lambda: pycomm.new_group(pg_options=Options())),
+        ("False, or all 2 ranks, got True and [1]", lambda: pycomm.new_group([1], use_local_synchronization=True)),
+        ("got both: 'a' and 'b'", lambda: pycomm.new_group(group_desc="b", name="a")),
+        ("expected a torch.device", lambda: pycomm.new_group(device_id="cuda:0")),  # type: ignore[arg-type]
         ("color: expected an integer from 0", lambda: pycomm.split(-3)),
         ("color: expected an integer from 0", lambda: pycomm.split(1 << 70)),
         ("color: expected an integer from 0", lambda: pycomm.split("red")),  # type: ignore[arg-type]

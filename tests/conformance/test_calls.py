@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -284,6 +285,18 @@ def groups(rank: int) -> None:
         assert evens is pycomm.NON_MEMBER and pycomm.rank(evens) == -1
         with pytest.raises(pycomm.ConfigError, match="not a member"):
             pycomm.all_reduce(torch.zeros(1), group=evens)
+
+    # All that torch's new_group takes, by its place: in the order given, and named.
+    timeout, device = timedelta(seconds=500), torch.device("cuda:1")
+    as_given = pycomm.new_group([2, 0, 1], timeout, None, None, False, "odd", device, False)
+    assert (rank == 3) == (as_given is pycomm.NON_MEMBER)
+    if isinstance(as_given, pycomm.Group):
+        assert as_given.ranks == (2, 0, 1) and as_given.name == "odd" and as_given.timeout_s == 500
+        gathered = torch.empty(3, dtype=torch.int64)
+        pycomm.all_gather_single(gathered, torch.tensor([rank]), as_given)
+        assert gathered.tolist() == [2, 0, 1]
+    with pycomm.new_group(use_local_synchronization=True) as whole:  # which leaves nobody outside
+        assert whole.ranks == tuple(range(n))
 
     backwards = pycomm.split(0, key=-rank)
     assert isinstance(backwards, pycomm.Group)

@@ -244,3 +244,17 @@ def test_a_world_that_was_left_is_not_kept() -> None:
     del group
     gc.collect()
     assert transport() is None
+
+
+def test_the_device_of_a_new_group_is_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the transport has one GPU a rank. What passes comes to the next mistake."""
+    with pycomm.init() as group:
+        monkeypatch.setattr(type(group.transport), "devices", frozenset({"cuda"}))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        for refused in ("cuda:0", "cpu"):
+            with pytest.raises(ConfigError, match=f"expected cuda:1 or None, got {refused}"):
+                pycomm.new_group([0, 0], device_id=torch.device(refused))
+        for taken in ("cuda:1", "cuda"):
+            with pytest.raises(ConfigError, match="none twice"):
+                pycomm.new_group([0, 0], device_id=torch.device(taken))
+        monkeypatch.undo()
