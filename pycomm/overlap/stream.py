@@ -26,7 +26,7 @@ import torch
 from ..algorithms.executor import Collective
 from ..collectives.context import parse_op, parse_options, resolve
 from ..collectives.group import Call, Group
-from ..collectives.tensors import as_tensor, flatten
+from ..collectives.tensors import Flat, as_tensor, flatten
 from ..collectives.verbs import all_gather_single, all_reduce, check_op
 from ..collectives.work import Work
 from ..errors import ConfigError, TransportError
@@ -103,35 +103,41 @@ class CommStream:
     def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, *, priority: int = 0, **options: Any) -> Work:
         """Reduces ``tensor`` over all ranks, in place; returns at once.
 
-        A contiguous CPU tensor of more than ``segment_bytes`` goes in segments, unless it is compressed. ``options``
-        are those of ``pycomm.all_reduce``.
+        A CPU tensor of more than ``segment_bytes`` goes in segments, unless it is compressed; one that is not
+        contiguous is copied as its turn comes, and its result copied back. ``options`` are those of
+        ``pycomm.all_reduce``.
         """
 
         if tensor.is_cuda:
             return self._submit_cuda(lambda: all_reduce(tensor, op, self._lanes[0].group, **options), [tensor])
-        if not tensor.is_contiguous() or options.get("compression") is not None:
-            segments: Sequence[_Segment] = [lambda lane, _: all_reduce(tensor, op, lane, **options)]
-            has_state = options.get("compression") is not None
-            return self._submit(_Under("all_reduce", segments, tensor, tensor, has_state), priority, tensor.nbytes)
         with self.group.scope("all_reduce"):
             reduce_op, factor = parse_op(op)
             parsed = parse_options(**options)
-            flat = flatten(
-                as_tensor(tensor, "tensor", writes=True), reads=True, writes=True, devices=self.group.transport.devices
-            )
-            check_op(tensor.dtype, reduce_op)
+            dense = as_tensor(tensor, "tensor", writes=True)
+            check_op(dense.dtype, reduce_op)
+            # A copy is empty so far: items before this one may still write to the tensor.
+            flat = flatten(dense, reads=False, writes=True, devices=self.group.transport.devices)
+        if parsed.compression is not None:
+            whole_call: list[_Segment] = [lambda lane, _: all_reduce(tensor, op, lane, **options)]
+            under = _Under("all_reduce", whole_call, tensor, tensor, has_state=True)
+            return self._submit(under, priority, tensor.nbytes)
 
         def whole(part: torch.Tensor) -> Collective:
             return Collective(verb="all_reduce", input=part, output=part, op=reduce_op, factor=factor)
 
         def run(part: torch.Tensor, lane: Group, is_agreed: bool) -> None:
-            lane.run(Call("all_reduce", [whole(part)], (flat.finish,), *parsed, is_agreed=is_agreed), False)
+            lane.run(Call("all_reduce", [whole(part)], (), *parsed, is_agreed=is_agreed), False)
 
+        # Nothing that the ranks have to share may follow from how the tensor lies in this one's memory.
         parts: Sequence[torch.Tensor] = [flat.tensor]
-        if tensor.nbytes > self._segment_bytes and flat.finish is None:
+        if tensor.nbytes > self._segment_bytes:
             parts = flat.tensor.split(max(1, self._segment_bytes // tensor.itemsize))  # type: ignore[no-untyped-call]
         what = ("all_reduce", reduce_op, tensor.dtype, tensor.numel(), parts[0].numel(), parsed)
-        under = _Under("all_reduce", [partial(run, part) for part in parts], flat.tensor, tensor)
+        segments: list[_Segment] = [partial(run, part) for part in parts]
+        if flat.finish is not None:
+            copied = _Copied(dense, flat, len(segments))
+            segments = [partial(copied.move, segment) for segment in segments]
+        under = _Under("all_reduce", segments, flat.tensor, tensor)
         if flat.finish is None and self._is_native(whole(parts[0]), whole(parts[-1]), algorithm=parsed.algorithm):
             lane = self._lanes[0].group
             timeout_s = lane.timeout_s if parsed.timeout_s is None else parsed.timeout_s
@@ -336,6 +342,31 @@ class _Under:
         self.work: StreamWork
         self.answer: Any = None
         self.error: BaseException | None = None
+
+
+class _Copied:
+    """What an item has instead of a tensor that is not flat: a copy, filled before its first segment moves and copied
+    back after its last.
+    """
+
+    def __init__(self, tensor: torch.Tensor, flat: Flat, segments: int) -> None:
+        self._tensor = tensor
+        self._flat = flat
+        self._is_filled = False
+        self._left = segments
+        self._lock = threading.Lock()  # two lanes may move segments of it at a time
+
+    def move(self, segment: _Segment, lane: Group, is_agreed: bool) -> None:
+        """Moves ``segment``, a part of the copy."""
+        with self._lock:
+            if not self._is_filled:
+                self._flat.tensor.view(self._tensor.shape).copy_(self._tensor)
+                self._is_filled = True
+        segment(lane, is_agreed)  # if one fails, nothing is copied back
+        with self._lock:
+            self._left -= 1
+            if self._left == 0 and self._flat.finish is not None:
+                self._flat.finish()
 
 
 def _same_ranks(parent: Group, name: str) -> Group:

@@ -127,6 +127,79 @@ def test_streams(transport: str) -> None:
     run_ranks(3, run_streams, transport=transport)
 
 
+def laid_out(values: torch.Tensor, number: int) -> torch.Tensor:
+    """Returns ``values (2, 3, 20, 50)`` in one of several layouts."""
+    tensor = torch.empty_like(values)
+    layouts = [
+        tensor,
+        values.new_empty((2, 3, 20, 100))[..., ::2],
+        values.new_empty((2, 3, 50, 20)).transpose(2, 3),
+        tensor.to(memory_format=torch.channels_last),
+        tensor.conj() if values.is_complex() else tensor,
+        torch._neg_view(tensor) if values.dtype == torch.float32 else tensor,
+    ]
+    return layouts[number % len(layouts)].copy_(values)
+
+
+def lay_out_differently(rank: int) -> None:
+    """What the ranks agree on, and an item's segments, do not depend on how a tensor lies on one of them."""
+    world = pycomm.world_size()
+    with pycomm.CommStream("layouts", segment_bytes=1 << 12) as stream:
+        for dtype in (torch.float32, torch.complex64, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+            wide = torch.complex64 if dtype.is_complex else torch.float32  # float8 has no arithmetic
+            values = (torch.arange(6000).view(2, 3, 20, 50) % 2).to(wide) * (1 + 1j if dtype.is_complex else 1)
+            for number in range(6):  # rank 0 has the contiguous ones, which the native core may move
+                tensor, urgent = (laid_out(values.to(dtype), rank * (number + more)) for more in (0, 1))
+                work = stream.all_reduce(tensor.requires_grad_(dtype == torch.float32))
+                stream.all_reduce(urgent, priority=1).wait()
+                assert work.result() is tensor
+                for each in (tensor, urgent):
+                    assert torch.equal(each.detach().to(wide), values * world), (dtype, number)
+        for tensor in (torch.ones(()), torch.ones(4)[2:3:2], torch.ones(3, 0).t() if rank else torch.ones(0, 3)):
+            stream.all_reduce(tensor).wait()
+            assert (tensor == world).all()
+        options = {"compression": "none"} if rank else {}  # which says nothing either
+        stream.all_reduce(tensor := torch.ones(6000), **options).wait()
+        assert (tensor == world).all()
+        with torch.inference_mode():  # the copy is written by other threads
+            work = stream.all_reduce(tensor := laid_out(torch.ones(2, 3, 20, 50), rank))
+        work.wait()
+        assert (tensor == world).all()
+        check_functions(stream, rank)
+        for wrong in (
+            torch.ones(1).expand(6000),
+            torch.ones(6001).as_strided((6000, 2), (1, 1)),
+            torch.eye(3).to_sparse(),
+        ):
+            with pytest.raises(pycomm.ConfigError, match="overlap each other|dense"):
+                stream.all_reduce(wrong)
+        if pycomm.get_group().transport.name == "shm":  # between hosts two items are under way at a time
+            tensor = laid_out(torch.ones(2, 3, 20, 50), rank + 3)
+            works = [stream.all_reduce(tensor) for _ in range(3)]  # each reads what the one before it has left
+            for work in works:
+                work.wait()
+            assert (tensor == world**3).all()
+
+
+def check_functions(stream: pycomm.CommStream, rank: int) -> None:
+    """The other verbs, each whole, as ``submit`` has them."""
+    world = pycomm.world_size()
+    part, whole = torch.full((2, 3, 20, 50), float(rank)), torch.ones(world * 2, 3, 20, 50)
+    if rank:
+        part, whole = part.to(memory_format=torch.channels_last), whole.to(memory_format=torch.channels_last)
+    stream.submit(lambda group: pycomm.all_gather_single(whole, part, group)).wait()
+    assert whole[::2, 0, 0, 0].tolist() == list(range(world))
+    stream.submit(lambda group: pycomm.reduce_scatter_single(part, whole, group=group)).wait()
+    assert (part == world * rank).all()
+    stream.submit(lambda group: pycomm.broadcast(part, world - 1, group)).wait()
+    assert (part == world * (world - 1)).all()
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_layouts_that_differ_between_ranks(transport: str) -> None:
+    run_ranks(3, lay_out_differently, transport=transport)
+
+
 def compute_without_a_break(_rank: int) -> None:
     """Over shared memory a stream moves on while another thread keeps Python's lock."""
     world = pycomm.world_size()
