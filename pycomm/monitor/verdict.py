@@ -4,6 +4,8 @@
 A collective needs every rank. So of ranks that wait, those are the cause that (1) have ended or are stopped, (2) have
 not entered the call that the others are in, or (3) have entered another one. If all are in the same call, (4) the cause
 is a link that is full (``traffic.py``), or the rank at the end of the chain of who waits for whom, or the link to it.
+A call that has failed and that all ranks have left is over: it explains its own errors alone, not those of what came
+after, such as a message that is waited for.
 But for a link's rate the text holds nothing that changes while the ranks stand still, so every rank that works it out
 says the same; of an error the first rank's verdict is everybody's.
 """
@@ -52,10 +54,15 @@ class Verdict(NamedTuple):
     text: str
 
 
-def find_culprit(group: str, standings: Sequence[Standing]) -> Verdict:
-    """Returns who keeps the ranks of ``group`` waiting; ``standings`` has one entry a rank, in rank order."""
+def find_culprit(group: str, standings: Sequence[Standing], failing: int = 0) -> Verdict:
+    """Returns who keeps the ranks of ``group`` waiting; ``standings`` has one entry a rank, in rank order.
+
+    ``failing`` is the number of the call whose error is being raised, 0 if that is no call's.
+    """
     newest = max((each.seq for each in standings), default=0)
     in_call = [each for each in standings if each.seq == newest and (each.is_in or each.has_failed)]
+    if newest != failing and len(in_call) == len(standings) and not any(each.is_in for each in in_call):
+        in_call = []
     if not in_call:
         lost = [each for each in standings if each.state in ("dead", "stopped")]
         if lost:

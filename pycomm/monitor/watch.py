@@ -153,16 +153,17 @@ class _Watch:
             for callback in list(_callbacks):
                 callback(Hang(group.name, record.seq, waited_s, verdict))
 
-    def judge(self, group: GroupOnBoard, *, is_final: bool, is_patient: bool) -> Verdict:
+    def judge(self, group: GroupOnBoard, *, is_final: bool, is_patient: bool, failing: int = 0) -> Verdict:
         """Returns who keeps ``group`` waiting. Of a failure (``is_final``) the first rank's verdict is everybody's.
 
+        ``failing`` is the number of the call that fails, 0 if none does.
         ``is_patient``: other hosts have longer to answer; not where the error of a death waits for it.
         """
         told = self._told(group) if is_final else None
         if told is not None:
             return told
         standings = standings_on([self.own, *self.peers], group.members, group.world_size)
-        verdict = find_culprit(group.name, standings)
+        verdict = find_culprit(group.name, standings, failing)
         if self.gossip is not None and verdict.kind not in ("dead", "stopped", "absent"):
             for remote in self.gossip.ask(group.members, self._standings, is_patient):
                 if 0 <= remote.rank < len(standings):
@@ -170,7 +171,7 @@ class _Watch:
             own = standings[group.rank]
             if own.is_in and is_patient:
                 standings[group.rank] = own._replace(traffic=self.gossip.traffic())
-            verdict = (self._told(group) if is_final else None) or find_culprit(group.name, standings)
+            verdict = (self._told(group) if is_final else None) or find_culprit(group.name, standings, failing)
         text = json.dumps({"members": group.members, "seq": group.seq, "is_final": is_final} | verdict._asdict())
         self.native.set_verdict(text)
         if is_final and self.gossip is not None and verdict.kind not in ("idle", "unknown"):
@@ -193,10 +194,13 @@ class _Watch:
         """Returns the verdict for an error that is being raised; "" if the boards have nothing to add."""
         if not isinstance(place, wording.Place) or kind in ("closed", "interrupted") or self.pid != os.getpid():
             return ""
+        failing = place.seq if place.verb in wording.CODES else 0  # else it is a message, which has no call
+        is_final = kind != "late" or failing > 0  # a late message is this rank's alone, and the group goes on
+        is_patient = kind in ("timeout", "late")
         try:
             for group in self.own.groups():
                 if group.is_open and (group.name, group.rank) == (place.group, place.rank):
-                    verdict = self.judge(group, is_final=True, is_patient=kind == "timeout")
+                    verdict = self.judge(group, is_final=is_final, is_patient=is_patient, failing=failing)
                     return "" if verdict.kind in ("idle", "unknown") else f"\nVerdict: {verdict.text}"
         except Exception:  # what is being raised matters more
             _log.debug("no verdict could be reached", exc_info=True)

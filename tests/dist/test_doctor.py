@@ -66,6 +66,34 @@ def test_a_hung_job_is_diagnosed_from_outside_and_after_a_kill(tmp_path: Path, t
     assert late.splitlines()[-1] == said.splitlines()[-1], "the survivors' verdicts"
 
 
+def wait_for_a_message_after_a_disagreement(rank: int, path: str) -> str:
+    """Each rank in turn waits in vain for a message of the next one, rank 0 at last, while rank 1 is stopped."""
+    folder = Path(path)
+    pids = torch.zeros(3, dtype=torch.int64)
+    pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
+    with pytest.raises(pycomm.CollectiveMismatchError):
+        pycomm.all_reduce(torch.ones(4 + rank))
+    said = ""
+    for waits in (1, 2, 0):
+        if rank == waits:
+            if rank == 0:
+                os.kill(int(pids[1]), signal.SIGSTOP)
+            with pytest.raises(pycomm.CollectiveTimeoutError) as caught:
+                pycomm.recv(torch.ones(4), (rank + 1) % 3, timeout=0.5)
+            os.kill(int(pids[1]), signal.SIGCONT)
+            said = str(caught.value)
+            (folder / f"{rank} has waited").touch()
+        wait_until((folder / f"{waits} has waited").exists)
+    return said
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_a_disagreement_that_was_handled_is_no_later_verdict(tmp_path: Path, transport: str) -> None:
+    last, first, second = run_ranks(3, wait_for_a_message_after_a_disagreement, str(tmp_path), transport=transport)
+    assert "Verdict" not in first + second
+    assert "Verdict: rank 1 (pid" in last and "is stopped" in last, "and not what the others were told before"
+
+
 def look_by_top(rank: int, path: str) -> list[str]:
     """Rank 0 waits in a call for rank 1, and looks at both by a pipe: picture below picture."""
     seen: list[str] = []

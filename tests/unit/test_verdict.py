@@ -79,6 +79,15 @@ def test_ranks_that_disagree_are_named_with_what_they_call() -> None:
     )
 
 
+def test_a_failed_call_that_all_have_left_explains_its_own_errors_alone() -> None:
+    left = [standing(rank, is_in=False, has_failed=True, call=f"{CALL} of {rank}", peer=-1) for rank in range(2)]
+    assert find_culprit("dp", left).kind == find_culprit("dp", left, 413).kind == "idle"
+    assert find_culprit("dp", left, 412).kind == "disagree"
+    assert find_culprit("dp", [left[0], left[1]._replace(is_in=True)]).kind == "disagree", "one is still in it"
+    assert find_culprit("dp", [*left, standing(2, state="stopped", **OUTSIDE)]).kind == "stopped"
+    assert find_culprit("dp", [*left, standing(2, **OUTSIDE)]).ranks == (2,), "who never came to it is missed still"
+
+
 def test_a_cycle_of_waits_is_a_slow_link_and_nobody_in_a_call_is_idle() -> None:
     verdict = find_culprit("dp", [standing(0, peer=1), standing(1, peer=0)])
     assert verdict.kind == "slow" and "0 waits for 1, 1 waits for 0" in verdict.text
