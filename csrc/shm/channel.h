@@ -88,12 +88,7 @@ class ChannelReader : public ChannelEnd {
     if (streams) {
       copy_streamed_unfenced(bytes, here(), count);
     } else {
-      for (std::size_t at = 0; at < count; at += kBlock) {
-        const std::size_t length = std::min(kBlock, count - at);
-        ask_to_read(here() + at + length, std::min(kBlock, count - at - length));
-        ask_to_write(static_cast<char*>(bytes) + at, length);
-        std::memcpy(static_cast<char*>(bytes) + at, here() + at, of_any_length(length));
-      }
+      keep_by_blocks(bytes, here(), count);
     }
     go_on(count);
   }

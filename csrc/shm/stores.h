@@ -70,6 +70,17 @@ inline void copy_by_blocks(void* to, const void* from, std::size_t bytes, bool r
   }
 }
 
+// The other way: copies by plain stores what another core has staged to where only this one reads it.
+inline void keep_by_blocks(void* to, const void* from, std::size_t bytes) {
+  for (std::size_t offset = 0; offset < bytes; offset += kBlock) {
+    const std::size_t length = std::min(kBlock, bytes - offset);
+    char* const target = static_cast<char*>(to) + offset;
+    const char* const source = static_cast<const char*>(from) + offset;
+    ask_to_write(target, length);
+    std::memmove(target, source, of_any_length(length));  // both may be a root's own buffer
+  }
+}
+
 // Copies by non-temporal stores, or by memcpy: the two ways that are tried.
 inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes) {
   if (streams) return copy_streamed(to, from, bytes);

@@ -67,7 +67,7 @@ void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
     for (std::size_t step = 0; step < end; step += stride, ++window_) {
       if (!has_come || offset + step > 0) await_windows(verb);
       const std::size_t step_end = std::min(end, step + stride);
-      ask_to_read(window + step, std::min(kBlock, step_end - step));  // until it does
+      ask_to_read(window + step, std::min(kBlock, step_end - step));  // it begins to read ahead only then
       for (std::size_t at = step; at < step_end; at += block) {
         apply(use, window, offset, at, step_end);
         apply(fill, window, offset + end, at, std::min(step_end, next_end));

@@ -31,12 +31,9 @@ inline constexpr std::size_t kKeptAtOnce = 4 * kBlock;  // shorter copies are ov
 // Copies what others have staged to where only its owner reads it.
 inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
   if (is_streamed) return copy_streamed(to, from, bytes);
-  const std::size_t block = bytes > kKeptAtOnce ? kBlock : bytes;
-  for (std::size_t at = 0; at < bytes; at += block) {
-    const std::size_t length = std::min(block, bytes - at);
-    ask_to_write(bytes_of(to) + at, length);
-    copy(bytes_of(to) + at, bytes_of(from) + at, of_any_length(length));
-  }
+  if (bytes > kKeptAtOnce) return keep_by_blocks(to, from, bytes);
+  ask_to_write(to, bytes);
+  copy(to, from, bytes);
 }
 
 template <class Fill, class Use>

@@ -61,9 +61,8 @@ def find_culprit(group: str, standings: Sequence[Standing], failing: int = 0) ->
     """
     newest = max((each.seq for each in standings), default=0)
     in_call = [each for each in standings if each.seq == newest and (each.is_in or each.has_failed)]
-    if newest != failing and len(in_call) == len(standings) and not any(each.is_in for each in in_call):
-        in_call = []
-    if not in_call:
+    is_over = len(in_call) == len(standings) and not any(each.is_in for each in in_call)
+    if not in_call or (is_over and newest != failing):
         lost = [each for each in standings if each.state in ("dead", "stopped")]
         if lost:
             return _of(lost[0].state, lost, [_describe(each, newest, "", group) for each in lost])

@@ -195,8 +195,8 @@ class _Watch:
         if not isinstance(place, wording.Place) or kind in ("closed", "interrupted") or self.pid != os.getpid():
             return ""
         failing = place.seq if place.verb in wording.CODES else 0  # else it is a message, which has no call
-        is_final = kind != "late" or failing > 0  # a late message is this rank's alone, and the group goes on
-        is_patient = kind in ("timeout", "late")
+        is_final = kind != "mere timeout" or failing > 0  # a late message is this rank's alone, and the group goes on
+        is_patient = kind in ("timeout", "mere timeout")
         try:
             for group in self.own.groups():
                 if group.is_open and (group.name, group.rank) == (place.group, place.rank):

@@ -26,7 +26,7 @@ import torch
 from ..algorithms.executor import Collective
 from ..collectives.context import parse_op, parse_options, resolve
 from ..collectives.group import Call, Group
-from ..collectives.tensors import Flat, as_tensor, flatten
+from ..collectives.tensors import as_tensor, flatten
 from ..collectives.verbs import all_gather_single, all_reduce, check_op
 from ..collectives.work import Work
 from ..errors import ConfigError, TransportError
@@ -135,7 +135,7 @@ class CommStream:
         what = ("all_reduce", reduce_op, tensor.dtype, tensor.numel(), parts[0].numel(), parsed)
         segments: list[_Segment] = [partial(run, part) for part in parts]
         if flat.finish is not None:
-            copied = _Copied(dense, flat, len(segments))
+            copied = _Copied(dense, flat.tensor, flat.finish, len(segments))
             segments = [partial(copied.move, segment) for segment in segments]
         under = _Under("all_reduce", segments, flat.tensor, tensor)
         if flat.finish is None and self._is_native(whole(parts[0]), whole(parts[-1]), algorithm=parsed.algorithm):
@@ -349,9 +349,10 @@ class _Copied:
     back after its last.
     """
 
-    def __init__(self, tensor: torch.Tensor, flat: Flat, segments: int) -> None:
+    def __init__(self, tensor: torch.Tensor, copy: torch.Tensor, finish: Callable[[], None], segments: int) -> None:
         self._tensor = tensor
-        self._flat = flat
+        self._copy = copy
+        self._finish = finish
         self._is_filled = False
         self._left = segments
         self._lock = threading.Lock()  # two lanes may move segments of it at a time
@@ -360,13 +361,13 @@ class _Copied:
         """Moves ``segment``, a part of the copy."""
         with self._lock:
             if not self._is_filled:
-                self._flat.tensor.view(self._tensor.shape).copy_(self._tensor)
+                self._copy.view(self._tensor.shape).copy_(self._tensor)
                 self._is_filled = True
         segment(lane, is_agreed)  # if one fails, nothing is copied back
         with self._lock:
             self._left -= 1
-            if self._left == 0 and self._flat.finish is not None:
-                self._flat.finish()
+            if self._left == 0:
+                self._finish()
 
 
 def _same_ranks(parent: Group, name: str) -> Group:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,49 +30,13 @@ _TAGS_OF_OUR_OWN = 2  # the largest two: for exchange() and meet()
 _asked: set[weakref.ref[MpiMessages]] = set()  # of all groups of this process: those with receives that are due
 
 
-class _Send(Request):
-    """A message that MPI has been given."""
+class _MpiRequest(Request):
+    """A send or a receive: what waits for it and what only asks look, by ``look``."""
 
-    def __init__(self, transport: MpiTransport, request: Any, flat: torch.Tensor, message: Message) -> None:
+    def __init__(self, transport: MpiTransport, message: Message, doing: str) -> None:
         self._transport = transport
-        self._request = request
-        self._flat = flat  # MPI reads it until the request is complete
         self._message = message
-        self._doing = f"sending {flat.nbytes} bytes to rank {message.peer}"
-        self._is_done = False
-
-    def test(self) -> bool:
-        if not self.look():
-            self._transport.glance(self._doing, self._message, self.look)
-        return self._is_done
-
-    def look(self) -> bool:
-        """``test`` without a look at who lives."""
-        if not self._is_done:
-            self._transport.progress()
-            self._is_done = self._transport.poll(self._request, self._doing)
-            if self._is_done:
-                self._transport.forget(self)
-        return self._is_done
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.look, timeout_s, self._doing, self._message)
-
-
-class _Receive(Request):
-    """A message that is looked for, then received. ``progress`` of MpiMessages moves it."""
-
-    def __init__(self, transport: MpiTransport, flat: torch.Tensor, peer: int | None, tag: int) -> None:
-        self.flat = flat
-        self.peer = peer
-        self.tag = tag
-        self.source = -1 if peer is None else peer
-        self._message = Message(self.source, tag)
-        self.request: Any = None
-        self.error: PycommError | None = None
-        sender = "any rank" if peer is None else f"rank {peer}"
-        self.doing = f"receiving {flat.nbytes} bytes from {sender} with tag {tag}"
-        self._transport = transport
+        self.doing = doing
         self._is_done = False
 
     def test(self) -> bool:
@@ -79,8 +44,47 @@ class _Receive(Request):
             self._transport.glance(self.doing, self._message, self.look)
         return self._is_done
 
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._transport.wait_until(self.look, timeout_s, self.doing, self._message)
+
+    @abstractmethod
     def look(self) -> bool:
         """``test`` without a look at who lives."""
+
+
+class _Send(_MpiRequest):
+    """A message that MPI has been given."""
+
+    def __init__(self, transport: MpiTransport, request: Any, flat: torch.Tensor, message: Message) -> None:
+        super().__init__(transport, message, f"sending {flat.nbytes} bytes to rank {message.peer}")
+        self._request = request
+        self._flat = flat  # MPI reads it until the request is complete
+
+    def look(self) -> bool:
+        if not self._is_done:
+            self._transport.progress()
+            self._is_done = self._transport.poll(self._request, self.doing)
+            if self._is_done:
+                self._transport.forget(self)
+        return self._is_done
+
+
+class _Receive(_MpiRequest):
+    """A message that is looked for, then received. ``progress`` of MpiMessages moves it."""
+
+    def __init__(self, transport: MpiTransport, flat: torch.Tensor, peer: int | None, tag: int) -> None:
+        sender = "any rank" if peer is None else f"rank {peer}"
+        self.source = -1 if peer is None else peer
+        super().__init__(
+            transport, Message(self.source, tag), f"receiving {flat.nbytes} bytes from {sender} with tag {tag}"
+        )
+        self.flat = flat
+        self.peer = peer
+        self.tag = tag
+        self.request: Any = None
+        self.error: PycommError | None = None
+
+    def look(self) -> bool:
         if not self._is_done:
             self._transport.progress()
             if self.request is not None:
@@ -91,9 +95,6 @@ class _Receive(Request):
         if self._is_done and self.error is not None:
             raise self.error
         return self._is_done
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.look, timeout_s, self.doing, self._message)
 
 
 class MpiMessages:

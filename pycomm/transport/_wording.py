@@ -88,8 +88,8 @@ class Failure(NamedTuple):
     call: int = 0
 
 
-# What observers know of why a call waited in vain: each is given the place and the kind of the failure, "late" where it
-# broke nothing, and returns text that goes behind the error's own, or "".
+# What observers know of why a call waited in vain: each is given the place and the kind of the failure, "mere timeout"
+# where it broke nothing, and returns text that goes behind the error's own, or "".
 explainers: list[Callable[[Place | str, str], str]] = []
 
 
@@ -173,7 +173,7 @@ def timed_out(place: Place | str, limit_s: float, awaited: str = "", is_broken: 
     """Returns the error of a call that had ``limit_s``; ``awaited`` says whom it waited for, if that is known."""
     whom = f", waiting for {awaited}, which is alive but has not arrived" if awaited else ""
     after = "; then make a new group, this one is broken" if is_broken else ""
-    said = _explained(place, "timeout" if is_broken else "late")
+    said = _explained(place, "timeout" if is_broken else "mere timeout")
     return _located(
         CollectiveTimeoutError(
             f"{place}: did not finish within {limit_s:.3g} s{whom}; see whether every rank makes the same calls, or "

@@ -178,11 +178,19 @@ def test_errors_are_kept_told_once_and_let_go(transport: str) -> None:
     run_ranks(2, lose_the_peer, transport=transport)
 
 
-def only_ask(rank: int) -> None:
+def left_alone(rank: int) -> pycomm.Group | None:
+    """Returns a group that all ranks but rank 0 have closed, None on those."""
     group = pycomm.new_group()
+    assert isinstance(group, pycomm.Group)
     pycomm.barrier()
-    if rank:
-        group.close()
+    if rank == 0:
+        return group
+    group.close()
+    return None
+
+
+def only_ask(rank: int) -> None:
+    if (group := left_alone(rank)) is None:
         return
     works: list[Any] = []
     with contextlib.suppress(PeerLostError):  # which the start of a message may tell already
@@ -196,10 +204,7 @@ def only_ask(rank: int) -> None:
 
 def wait_shortly(rank: int) -> None:
     """Again and again, each time for less than it takes to look who has left."""
-    group = pycomm.new_group()
-    pycomm.barrier()
-    if rank:
-        group.close()
+    if (group := left_alone(rank)) is None:
         return
     work = pycomm.irecv(torch.zeros(3), group=group)
     deadline = time.monotonic() + 10.0
