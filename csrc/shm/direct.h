@@ -43,17 +43,18 @@ bool Group::move_by_all(const char* verb, std::size_t bytes, Move move) {
 }
 
 template <class Move, class Stage>
-void Group::move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Move move, Stage stage) {
+void Group::move_directly(const Call& call, Way& way, std::size_t bytes, Move move, Stage stage) {
   const char* const verb = verb_name(call.verb);
   const auto move_all = [&] { return move_by_all(verb, bytes, move); };
   if (!move_all()) return stage();
   if (way.has_value()) return account(bytes, verb);
+  walk_ring(verb, bytes, stage);
   way = is_faster(verb, [&] { return stage(), true; }, move_all);
   if (!way.has_value()) stage();
 }
 
-inline bool Group::may_deliver(std::size_t bytes) const {
-  return bytes >= kDeliverFrom && bytes <= kDeliverTo && may_go_directly(chosen_.delivers_directly);
+inline bool Group::may_deliver(std::size_t bytes) {
+  return bytes >= kDeliverFrom && bytes <= kDeliverTo && may_go_directly(chosen_.delivers_directly.of(bytes));
 }
 
 template <class Own, class Stage>
@@ -73,7 +74,7 @@ void Group::deliver(const Call& call, int sender, void* data, std::size_t bytes,
     if (share > 0) open_gate();
     return share == bytes || read_memory(setup_.pids[sender], told<Source>(sender), share, static_cast<unsigned char*>(data) + share, bytes - share);
   };
-  move_directly(call, chosen_.delivers_directly, bytes, [&] {
+  move_directly(call, chosen_.delivers_directly.of(bytes), bytes, [&] {
     writes_ += share > 0;
     const bool could = rank_ == sender ? write_shares() : read_rest();
     copy_own();

@@ -24,6 +24,7 @@
 // read again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -69,10 +70,25 @@ struct Part;  // parts.h
 class Group {
  public:
   // Which way of two is the faster one; nothing before it was tried.
+  using Way = std::optional<bool>;
+  class WayByLength {  // what pays for long messages need not for shorter ones
+   public:
+    WayByLength() = default;
+    WayByLength(bool all) { ways_.fill(all); }
+    Way& of(std::size_t bytes) {
+      std::size_t i = 0;
+      while (i + 1 < ways_.size() && bytes >= kSecondFrom << (2 * i)) ++i;
+      return ways_[i];
+    }
+
+   private:
+    static constexpr std::size_t kSecondFrom = 32u << 10;  // each begins at four times the length of the one before
+    std::array<Way, 4> ways_;
+  };
   struct Choices {
-    std::optional<bool> swaps;               // two ranks swap regions, or read each other's rings
-    std::optional<bool> delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
-    std::optional<bool> exchanges_directly;  // what each sends to each
+    Way swaps;                       // two ranks swap regions, or read each other's rings
+    WayByLength delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
+    WayByLength exchanges_directly;  // what each sends to each
   };
   struct Setup {
     int fd;                         // the host's memfd
@@ -246,13 +262,13 @@ class Group {
   Lengths compare_splits(const Call& call);
   // Messages that may be read where they lie, once the ranks have met and told where: `move()` says whether it could, `stage()`
   // moves them in windows.
-  bool may_go_directly(std::optional<bool> way) const { return way.value_or(true) && ranks_ > 1 && !is_refused_ && !take_turns(); }
+  bool may_go_directly(Way way) const { return way.value_or(true) && ranks_ > 1 && !is_refused_ && !take_turns(); }
   template <class Move, class Stage>
-  void move_directly(const Call& call, std::optional<bool>& way, std::size_t bytes, Move move, Stage stage);
+  void move_directly(const Call& call, Way& way, std::size_t bytes, Move move, Stage stage);
   template <class Move>
   bool move_by_all(const char* verb, std::size_t bytes, Move move);
   // What one rank sends to all others, from its `data` to theirs.
-  bool may_deliver(std::size_t bytes) const;
+  bool may_deliver(std::size_t bytes);
   template <class Own, class Stage>
   void deliver(const Call& call, int sender, void* data, std::size_t bytes, std::size_t share, Own copy_own, Stage stage);
   bool write_memory(int rank, const Source& target, const void* from, std::size_t bytes, const char* verb);
@@ -277,6 +293,9 @@ class Group {
   // if a rank could not.
   template <class One, class Other>
   std::optional<bool> is_faster(const char* verb, One one, Other other, double share = 1.0);
+  // Before that: the first walk through a ring is not as the others.
+  template <class Stage>
+  void walk_ring(const char* verb, std::size_t bytes, Stage stage);
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
   void measure_line(const char* verb);

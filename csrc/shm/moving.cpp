@@ -26,7 +26,7 @@ void Group::broadcast(void* data, const Call& call) {
     if (!is_root) copy(data, payload(call.root, bytes), bytes);
     return;
   }
-  const bool is_streamed = streams_output(bytes);
+  const bool is_streamed = streams_output(data, bytes, bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, 1, has_met, is_long(bytes), is_streamed},
@@ -51,7 +51,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
     for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
   }
-  const bool is_streamed = streams_output(n * bytes);
+  const bool is_streamed = streams_output(output, n * bytes, n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, 1, has_met, is_long(n * bytes), is_streamed},
@@ -63,7 +63,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
           }
         });
   };
-  if (bytes < kDirectFrom || bytes > kDirectTo || !may_go_directly(chosen_.exchanges_directly)) return stage(false);
+  if (bytes < kDirectFrom || bytes > kDirectTo || !may_go_directly(chosen_.exchanges_directly.of(bytes))) return stage(false);
   publish(call, source_of(input));
   meet(call);
   const auto read = [&] {
@@ -75,7 +75,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
     }
     return could;
   };
-  move_directly(call, chosen_.exchanges_directly, n * bytes, read, [&] { stage(true); });
+  move_directly(call, chosen_.exchanges_directly.of(bytes), n * bytes, read, [&] { stage(true); });
 }
 
 void Group::gather(void* const* outputs, const void* input, const Call& call) {
@@ -88,7 +88,7 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
     return;
   }
   const std::size_t whole = static_cast<std::size_t>(ranks_) * bytes;
-  const bool is_streamed = streams_output(whole);
+  const bool is_streamed = streams_output(is_root ? outputs[(rank_ + 1) % ranks_] : input, bytes, whole);
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, 1, has_met, is_long(whole), is_streamed},
@@ -171,7 +171,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
   const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
     return offset < bytes ? std::min(length, bytes - offset) : 0;
   };
-  const bool is_streamed = streams_output(n * longest);
+  const bool is_streamed = streams_output(output, taken[n], n * longest);
   const auto stage = [&] {
     copy_own();
     in_windows(
@@ -187,7 +187,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
                    is_streamed);
         });
   };
-  if (lengths.least * item < kDirectFrom || longest > kDirectTo || !may_go_directly(chosen_.exchanges_directly)) return stage();
+  if (lengths.least * item < kDirectFrom || longest > kDirectTo || !may_go_directly(chosen_.exchanges_directly.of(longest))) return stage();
   const auto read = [&] {
     copy_own();
     bool could = true;
@@ -198,7 +198,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
     }
     return could;
   };
-  move_directly(call, chosen_.exchanges_directly, n * longest, read, stage);
+  move_directly(call, chosen_.exchanges_directly.of(longest), n * longest, read, stage);
 }
 
 }  // namespace pycomm::shm

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "../kernels/copy.h"
 #include "../kernels/read_ahead.h"
 #include "../kernels/reduce.h"
 #include "layout.h"
@@ -41,13 +42,6 @@ inline constexpr std::size_t kAskFrom = 768;  // less has come by the time that 
 
 inline void ask_to_read(const void* data, std::size_t bytes) {
   for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(static_cast<const char*>(data) + line);
-}
-
-// The same length, of which the compiler no longer knows that it is short. Else GCC, tuned for any processor, makes of a memcpy
-// up to 8 KiB a `rep movsq`, which on Sapphire Rapids takes twice the time of the C library's.
-inline std::size_t of_any_length(std::size_t bytes) {
-  asm("" : "+r"(bytes));
-  return bytes;
 }
 
 // Copies by plain stores what a caller has, to where another core or another rank of this one reads it. The root of a
@@ -84,7 +78,7 @@ inline void keep_by_blocks(void* to, const void* from, std::size_t bytes) {
 // Copies by non-temporal stores, or by memcpy: the two ways that are tried.
 inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes) {
   if (streams) return copy_streamed(to, from, bytes);
-  std::memcpy(to, from, bytes);
+  copy_plain(to, from, bytes);
 }
 
 // Whether non-temporal stores took so much less time that they are chosen.
@@ -93,5 +87,9 @@ inline bool streams_win(double streamed_ns, double plain_ns) { return streamed_n
 // Whether non-temporal stores are the faster way to write what will not stay in the caches. Found out once a process, in
 // some 20 ms: they spare reading the line. (Sapphire Rapids, 4 MiB that no cache holds: half the time; 64 KiB that an L2 holds: 1.4 times.)
 bool memory_prefers_streams();
+
+// Whether `data`, many pages long, lies in no cache, by a few lines of it: the middle ones of pages, read in 80 ns or in 450 (AMD's Zen 3, all of them).
+// False where that cannot be told.
+bool lies_in_memory(const void* data, std::size_t bytes);
 
 }  // namespace pycomm::shm

@@ -17,7 +17,7 @@ void Group::try_swaps(const Call& call) {
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), sent.data() + offset, length); };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) { copy(received.data() + offset, part(1 - rank_, 0), length); };
   const auto by_rings = [&] { return in_rings(call, load, fill, use), true; };
-  for (std::size_t walked = 0; walked < at_.ring_bytes; walked += kTriedBytes) by_rings();  // its first walk is not as the others
+  walk_ring(verb_name(call.verb), kTriedBytes, by_rings);
   chosen_.swaps = !*is_faster(verb_name(call.verb), [&] { return in_swaps(call, load, fill, use), true; }, by_rings, kClearly);
 }
 

@@ -9,6 +9,14 @@ namespace pycomm::shm {
 
 inline constexpr int kTrials = 4, kRepeats = 2;
 
+template <class Stage>
+void Group::walk_ring(const char* verb, std::size_t bytes, Stage stage) {
+  for (std::size_t walked = 0; walked < at_.ring_bytes; walked += bytes) {
+    stage();
+    sync(verb);  // a root that only fills would run away from the others
+  }
+}
+
 template <class One, class Other>
 std::optional<bool> Group::is_faster(const char* verb, One one, Other other, double share) {
   std::int64_t best_ns[] = {INT64_MAX, INT64_MAX};

@@ -1,5 +1,6 @@
 // reduce(), reduce_to_all() and the copies under the sanitizers: buffers of exact size on the heap, so that a byte too many is seen.
 // Prints what differs, and returns the number of differences.
+#include "kernels/copy.h"
 #include "kernels/reduce.h"
 
 #include <cstdio>
@@ -125,6 +126,23 @@ void test_copy() {
   }
 }
 
+// Also where the target is a little ahead of the source within a page, which is copied in pieces.
+void test_plain_copy() {
+  constexpr std::size_t kPage = 4096, kMost = 3 * kPage;
+  const Buffer source = random_buffer(2 * kPage + kMost, 0, false);
+  const Buffer destination(2 * kPage + kMost, 0);
+  const auto page_of = [](const Buffer& buffer) { return buffer.data() + -reinterpret_cast<std::uintptr_t>(buffer.data()) % kPage; };
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{2047}, std::size_t{2048}, std::size_t{2049}, kMost}) {
+    for (const std::size_t ahead : {0, 1, 4, 31, 63, 64, 2048}) {
+      std::memset(destination.data(), 0, destination.bytes);
+      unsigned char* const to = page_of(destination) + ahead;
+      copy_plain(to, page_of(source), bytes);
+      expect(std::memcmp(to, page_of(source), bytes) == 0, "plain copy", static_cast<int>(ahead), 0, bytes);
+      expect(to[bytes] == 0, "end of a plain copy", static_cast<int>(ahead), 0, bytes);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -138,6 +156,7 @@ int main() {
   }
   test_known_sum();
   test_copy();
+  test_plain_copy();
   std::printf("%d pairs of dtype and operator, %d failures\n", cases, failures);
   return failures == 0 ? 0 : 1;
 }

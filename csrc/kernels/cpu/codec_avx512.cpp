@@ -1,4 +1,4 @@
-// quantize(), topk(), pack() for avx512: see codec_body.h. Standard headers come before the target, as their functions are shared.
+// quantize(), topk(), pack() for avx512: see codec_body.h. What others share comes before the target.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -7,6 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "../copy.h"
 #include "isa.h"
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")

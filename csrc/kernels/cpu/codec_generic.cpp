@@ -8,6 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "../copy.h"
 #include "isa.h"
 
 #define PYCOMM_ISA generic

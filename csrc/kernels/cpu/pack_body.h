@@ -67,7 +67,7 @@ void convert_run(char* to, const char* from, std::size_t numel, float scale) {
   if constexpr (to_type != from_type) {
     convert_all<To, From, false, run>(to, from, numel, scale);
   } else if constexpr (run == Run::kCached) {
-    std::memcpy(to, from, numel * sizeof(typename To::Storage));
+    copy_plain(to, from, numel * sizeof(typename To::Storage));
   } else {
     copy_past_caches<run == Run::kLong>(to, from, numel * sizeof(typename To::Storage));
   }

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "../common/select.h"
+#include "../copy.h"
 #include "isa.h"
 
 namespace pycomm {
@@ -65,8 +66,8 @@ void finish(const TopkJob& job, std::size_t written) {
 
 // Writes all of the `count` candidates, at most k.
 void write_all(const TopkJob& job, const CollectPass& pass, std::size_t count) {
-  std::memcpy(job.indices, pass.indices, count * sizeof(*job.indices));
-  std::memcpy(job.values, pass.values, count * sizeof(*job.values));
+  copy_plain(job.indices, pass.indices, count * sizeof(*job.indices));
+  copy_plain(job.values, pass.values, count * sizeof(*job.values));
   finish(job, count);
 }
 
