@@ -67,7 +67,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   publish(call, source_of(input));
   meet(call);
   const auto read = [&] {
-    if (block(rank_) != input) copy(block(rank_), input, bytes);
+    if (block(rank_) != input) move_own(block(rank_), input, bytes, is_streamed);
     bool could = true;
     for (int i = 1; i < ranks_ && could; ++i) {  // each begins with another one
       const int r = (rank_ + i) % ranks_;
@@ -102,7 +102,7 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
   };
   if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
   const int other = 1 - call.root;
-  const auto copy_own = [&] { if (is_root) copy(outputs[rank_], input, bytes); };  // meanwhile the other writes all of its own
+  const auto copy_own = [&] { if (is_root) move_own(outputs[rank_], input, bytes, is_streamed); };  // meanwhile the other writes all of its own
   deliver(call, other, is_root ? outputs[other] : const_cast<void*>(input), bytes, bytes, copy_own, [&] { stage(true); });
 }
 
@@ -118,20 +118,21 @@ void Group::scatter(void* output, const void* const* inputs, const Call& call) {
     copy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
     return;
   }
+  const bool is_streamed = streams_output(output, bytes, n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
-        call, {bytes, n, has_met},
+        call, {bytes, n, has_met, is_long(n * bytes), is_streamed},
         [&](auto part, std::size_t offset, std::size_t length) {
           for (std::size_t r = 0; is_root && r < n; ++r)
             if (r != mine) put(part(rank_, r), bytes_of(inputs[r]) + offset, length);
         },
         [&](auto part, std::size_t offset, std::size_t length) {
           const unsigned char* from = is_root ? bytes_of(inputs[mine]) + offset : part(call.root, mine);
-          keep(bytes_of(output) + offset, from, length);
+          keep(bytes_of(output) + offset, from, length, is_streamed);
         });
   };
   if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
-  const auto copy_own = [&] { if (is_root) copy(output, inputs[mine], bytes); };  // meanwhile the other reads all that it gets
+  const auto copy_own = [&] { if (is_root) move_own(output, inputs[mine], bytes, is_streamed); };  // meanwhile the other reads all that it gets
   deliver(call, call.root, is_root ? const_cast<void*>(inputs[1 - mine]) : output, bytes, 0, copy_own, [&] { stage(true); });
 }
 
@@ -167,11 +168,11 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
   exchange(call, mine.data(), splits_bytes());
   const Lengths lengths = compare_splits(call);
   const std::size_t longest = lengths.longest * item;
-  const auto copy_own = [&] { copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item); };
   const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
     return offset < bytes ? std::min(length, bytes - offset) : 0;
   };
   const bool is_streamed = streams_output(output, taken[n], n * longest);
+  const auto copy_own = [&] { move_own(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item, is_streamed); };
   const auto stage = [&] {
     copy_own();
     in_windows(

@@ -43,6 +43,12 @@ inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed
   copy(to, from, bytes);
 }
 
+// Copies what this rank has itself to its result, all at once.
+inline void move_own(void* to, const void* from, std::size_t bytes, bool is_streamed) {
+  if (is_streamed) return copy_streamed(to, from, bytes);
+  copy(to, from, bytes);
+}
+
 template <class Fill, class Use>
 void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   if (load.total == 0) return;
