@@ -67,7 +67,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
   publish(call, source_of(input));
   meet(call);
   const auto read = [&] {
-    if (block(rank_) != input) move_own(block(rank_), input, bytes, is_streamed);
+    if (block(rank_) != input) copy(block(rank_), input, bytes, is_streamed);
     bool could = true;
     for (int i = 1; i < ranks_ && could; ++i) {  // each begins with another one
       const int r = (rank_ + i) % ranks_;
@@ -88,7 +88,7 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
     return;
   }
   const std::size_t whole = static_cast<std::size_t>(ranks_) * bytes;
-  const bool is_streamed = streams_output(is_root ? outputs[(rank_ + 1) % ranks_] : input, bytes, whole);
+  const bool is_streamed = streams_output(is_root ? outputs[(rank_ + 1) % ranks_] : input, bytes, whole);  // the root's own may be its input
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, 1, has_met, is_long(whole), is_streamed},
@@ -102,7 +102,7 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
   };
   if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
   const int other = 1 - call.root;
-  const auto copy_own = [&] { if (is_root) move_own(outputs[rank_], input, bytes, is_streamed); };  // meanwhile the other writes all of its own
+  const auto copy_own = [&] { if (is_root) copy(outputs[rank_], input, bytes, is_streamed); };  // meanwhile the other writes all of its own
   deliver(call, other, is_root ? outputs[other] : const_cast<void*>(input), bytes, bytes, copy_own, [&] { stage(true); });
 }
 
@@ -132,7 +132,7 @@ void Group::scatter(void* output, const void* const* inputs, const Call& call) {
         });
   };
   if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
-  const auto copy_own = [&] { if (is_root) move_own(output, inputs[mine], bytes, is_streamed); };  // meanwhile the other reads all that it gets
+  const auto copy_own = [&] { if (is_root) copy(output, inputs[mine], bytes, is_streamed); };  // meanwhile the other reads all that it gets
   deliver(call, call.root, is_root ? const_cast<void*>(inputs[1 - mine]) : output, bytes, 0, copy_own, [&] { stage(true); });
 }
 
@@ -172,7 +172,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
     return offset < bytes ? std::min(length, bytes - offset) : 0;
   };
   const bool is_streamed = streams_output(output, taken[n], n * longest);
-  const auto copy_own = [&] { move_own(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item, is_streamed); };
+  const auto copy_own = [&] { copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item, is_streamed); };
   const auto stage = [&] {
     copy_own();
     in_windows(

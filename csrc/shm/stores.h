@@ -75,7 +75,7 @@ inline void keep_by_blocks(void* to, const void* from, std::size_t bytes) {
   }
 }
 
-// Copies by non-temporal stores, or by memcpy: the two ways that are tried.
+// Copies by non-temporal stores, or by plain ones: the two ways that are tried.
 inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes) {
   if (streams) return copy_streamed(to, from, bytes);
   copy_plain(to, from, bytes);

@@ -18,8 +18,8 @@ inline unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(
 inline const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
 
 // Copies to or from a caller's buffer, which has no address where it has no elements; memcpy must not see that.
-inline void copy(void* to, const void* from, std::size_t bytes) {
-  if (bytes > 0) copy_plain(to, from, bytes);
+inline void copy(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
+  if (bytes > 0) copy_by(is_streamed, to, from, bytes);
 }
 
 inline bool is_long(std::size_t bytes) { return bytes >= kLongFrom; }
@@ -40,12 +40,6 @@ inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed
   if (is_streamed) return copy_streamed(to, from, bytes);
   if (bytes > kKeptAtOnce) return keep_by_blocks(to, from, bytes);
   ask_to_write(to, bytes);
-  copy(to, from, bytes);
-}
-
-// Copies what this rank has itself to its result, all at once.
-inline void move_own(void* to, const void* from, std::size_t bytes, bool is_streamed) {
-  if (is_streamed) return copy_streamed(to, from, bytes);
   copy(to, from, bytes);
 }
 
