@@ -72,7 +72,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   const bool is_chained = chains < ranks_, is_first = before < 0, is_last = rank_ >= last;
   const std::size_t bytes = call.numel * item, chain_window = is_long(bytes) ? kLongWindow : kChainWindow;
   const std::size_t piece = (is_chained ? std::min(chain_window, at_.window_bytes) : at_.window_bytes) / item;
-  const bool is_streamed = is_chained && is_long(bytes) && memory_prefers_streams();
+  const bool is_streamed = is_chained && is_long(bytes) && memory_prefers_streams();  // a shorter one, in place as a rule, has just been read
   const auto published_by = [this](int r) -> std::uint64_t& { return published(r); };
   const auto reduced_by = [this](int r) -> std::uint64_t& { return reduced(r); };
   const auto result_of = [&](std::size_t place, std::size_t numel) { return place + round_up(numel * item, kLine); };  // behind what is staged

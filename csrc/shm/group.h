@@ -292,7 +292,7 @@ class Group {
   // Does the same in two ways by turns, all ranks at once; whether the second takes less than that share of the first one's time. Nothing
   // if a rank could not.
   template <class One, class Other>
-  std::optional<bool> is_faster(const char* verb, One one, Other other, double share = 1.0);
+  Way is_faster(const char* verb, One one, Other other, double share = 1.0);
   // Before that: the first walk through a ring is not as the others.
   template <class Stage>
   void walk_ring(const char* verb, std::size_t bytes, Stage stage);

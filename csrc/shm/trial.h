@@ -18,7 +18,7 @@ void Group::walk_ring(const char* verb, std::size_t bytes, Stage stage) {
 }
 
 template <class One, class Other>
-std::optional<bool> Group::is_faster(const char* verb, One one, Other other, double share) {
+Group::Way Group::is_faster(const char* verb, One one, Other other, double share) {
   std::int64_t best_ns[] = {INT64_MAX, INT64_MAX};
   for (int trial = 0; trial < kTrials; ++trial) {
     for (const bool is_other : {false, true}) {

@@ -29,8 +29,8 @@ inline constexpr std::size_t kProbeFrom = 256u << 10;  // of a result; to find o
 // Zen 3, all_gather of 512 KiB to 2 MiB into buffers used in turn: 0.6 to 0.7 of the time, or 0.8 to 0.9 if each is read at once;
 // streamed though the caches hold it, 1.4.) Each rank finds out for itself, and need not agree.
 inline bool streams_output(const void* output, std::size_t bytes, std::size_t message_bytes) {
-  if (!is_long(message_bytes) && bytes < kProbeFrom) return false;
-  return memory_prefers_streams() && (is_long(message_bytes) || lies_in_memory(output, bytes));
+  if (is_long(message_bytes)) return memory_prefers_streams();
+  return bytes >= kProbeFrom && memory_prefers_streams() && lies_in_memory(output, bytes);
 }
 
 inline constexpr std::size_t kKeptAtOnce = 4 * kBlock;  // shorter copies are over before the lines that they write have come

@@ -1,4 +1,4 @@
-// quantize(), topk(), pack() for generic: see codec_body.h. Standard headers come before the target, as their functions are shared.
+// quantize(), topk(), pack() for generic: see codec_body.h. What others share comes before the target.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
