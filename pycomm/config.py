@@ -28,6 +28,14 @@ def seconds(timeout: float | timedelta) -> float:
     return float(timeout)
 
 
+def limit_s(timeout: float | timedelta | None) -> float | None:
+    """Returns the seconds that a handle's ``wait`` is given; None if it is given none, which torch spells timedelta(0).
+
+    Raises ConfigError.
+    """
+    return None if timeout is None or timeout == timedelta(0) else seconds(timeout)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of ``pycomm.init``; a field not given comes from its ``PYCOMM_*`` variable, else from its default.

@@ -92,7 +92,7 @@ PyObject* test_message(PyObject* self, PyObject*) {
   return handle.error != nullptr ? raise_error(handle) : PyBool_FromLong(handle.is_done);
 }
 
-// What `wait` was given: nothing, seconds, or what pycomm.config.seconds makes seconds of. False, and a Python error set, if that does not.
+// What `wait` was given: nothing, or what pycomm.config.limit_s makes seconds or nothing of. False, and a Python error set, if that does not.
 bool read_timeout(PyObject* const* args, Py_ssize_t count, PyObject* keywords, std::int64_t& timeout_ns) {
   const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
   if (count + named > 1 || (named == 1 && PyUnicode_Compare(PyTuple_GET_ITEM(keywords, 0), name_timeout) != 0)) {
@@ -101,8 +101,8 @@ bool read_timeout(PyObject* const* args, Py_ssize_t count, PyObject* keywords, s
   }
   if (count + named == 0 || args[0] == Py_None) return true;
   try {
-    const auto seconds = pybind11::module_::import("pycomm.config").attr("seconds");
-    timeout_ns = nanoseconds(seconds(pybind11::handle(args[0])).cast<double>());
+    const pybind11::object limit_s = pybind11::module_::import("pycomm.config").attr("limit_s")(pybind11::handle(args[0]));
+    if (!limit_s.is_none()) timeout_ns = nanoseconds(limit_s.cast<double>());
   } catch (pybind11::error_already_set& error) {
     error.restore();
     return false;

@@ -34,6 +34,7 @@ from .worker import Worker
 if TYPE_CHECKING:
     from ..compression import Part
     from .compression_wire import CompressionReport
+    from .futures import Tellers
     from .group_compression import GroupCompression
 
 __all__ = ["Call", "CollectiveRecord", "Group"]
@@ -188,6 +189,11 @@ class Group(Observed):
             self._compression = GroupCompression(self)
         return self._compression
 
+    @property
+    def tellers(self) -> Tellers:
+        """What runs the callbacks of the futures of this group's handles."""
+        return self._worker.tellers
+
     def size(self) -> int:
         """Returns ``world_size``, as torch's ProcessGroup spells it."""
         return self.transport.world_size
@@ -230,7 +236,8 @@ class Group(Observed):
         if not async_op:
             self._perform(call, choices, seq, compressed)
             return None
-        work = Work(f"{call.verb} (call {seq} of group {self.name!r} on rank {self.rank} of {self.world_size})")
+        where = f"(call {seq} of group {self.name!r} on rank {self.rank} of {self.world_size})"
+        work = Work(f"{call.verb} {where}", self.tellers)
 
         def job() -> None:
             try:
@@ -270,7 +277,7 @@ class Group(Observed):
         if self._worker.is_this_thread and not self._worker.is_idle:
             raise ConfigError(
                 f"a callback of Work.then called group {self.name!r} on its worker thread, which would wait for "
-                f"itself; use another group there, or call after wait()"
+                f"itself; use get_future().then or another group there, or call after wait()"
             )
         self._worker.wait()
         self._refresh_fast()

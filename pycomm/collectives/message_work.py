@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-from ..config import seconds
+from ..config import limit_s
 from ..errors import CollectiveTimeoutError, NativeUnavailableError, TransportError, forget_locals
 from ..ops import native
 from ..transport.base import has_ended
@@ -21,6 +21,7 @@ from .work import Work
 if TYPE_CHECKING:
     from .._native import ShmMessage
     from ..transport.base import Request
+    from .futures import Tellers
     from .group import Group
 else:
     try:
@@ -50,6 +51,7 @@ class MessageWork(Work):
     _error: BaseException | None
     _is_global = True  # ``source_rank`` tells global ranks
     _is_told = False  # the future, of how the message has ended
+    _is_message = True
 
     @property
     def _description(self) -> str:  # type: ignore[override]
@@ -57,6 +59,10 @@ class MessageWork(Work):
         whom = "any rank" if self._peer is None else f"rank {self._peer}"
         toward = "from" if self._verb == "irecv" else "to"
         return f"{self._verb} {toward} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
+
+    @property
+    def _tellers(self) -> Tellers:  # type: ignore[override]
+        return self._group.tellers
 
     @property
     def future(self) -> Future[Any]:
@@ -146,10 +152,10 @@ class RequestWork(MessageWork):
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         if not self._is_done:
-            limit_s = self._group.timeout_s if timeout is None else seconds(timeout)
-            deadline = time.monotonic() + limit_s
-            if not self._lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
-                raise self._not_complete(f"{limit_s:.3g} s")
+            patience_s = limit_s(timeout) or self._group.timeout_s
+            deadline = time.monotonic() + patience_s
+            if not self._lock.acquire(timeout=min(patience_s, threading.TIMEOUT_MAX)):
+                raise self._not_complete(f"{patience_s:.3g} s")
             try:
                 if not self._is_done:
                     self._move(self._ending.wait, max(deadline - time.monotonic(), _A_LOOK_S))

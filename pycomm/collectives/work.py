@@ -6,10 +6,14 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..config import seconds
+from ..config import limit_s
 from ..errors import CollectiveTimeoutError
+from .futures import Tellers, future_of
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Work"]
 
@@ -24,8 +28,12 @@ class Work:
     ``result``.
     """
 
-    def __init__(self, description: str) -> None:
+    _is_message = False
+
+    def __init__(self, description: str, tellers: Tellers | None = None) -> None:
+        """``tellers`` are those of the group. For the library."""
         self._description = description
+        self._tellers = tellers or Tellers()
         self._future: Future[Any] | None = Future()
         self._is_asked = False
 
@@ -39,7 +47,7 @@ class Work:
         """Blocks until the call is complete and returns True.
 
         Its results are then there for this thread, and for this stream. Raises the error of the call, or
-        CollectiveTimeoutError if ``timeout`` (seconds) passes; the call then goes on.
+        CollectiveTimeoutError if ``timeout`` passes (seconds; timedelta(0) is none, as in torch); the call goes on.
         """
         self.result(timeout)
         return True
@@ -52,7 +60,7 @@ class Work:
         """Waits as ``wait`` does and returns what the call wrote: the caller's own object, or a list of them."""
         self._is_asked = True
         try:
-            return self.future.result(None if timeout is None else seconds(timeout))
+            return self.future.result(limit_s(timeout))
         except TimeoutError as error:
             if self.future.done():
                 raise  # an error of the call itself, which happens to be a TimeoutError
@@ -77,10 +85,10 @@ class Work:
         """Returns a Work that completes with ``callback(self)`` as its result, once this one is complete or has failed.
 
         The callback runs in the thread that completes the call (or at once, in this one). It must not call collectives
-        of the same group. A message is waited for by a thread, for the group's timeout: if it is still under way then,
-        the returned Work fails with CollectiveTimeoutError, and no callback runs.
+        of the same group: those of ``get_future`` may. A message is waited for by a thread, for the group's timeout: if
+        it is still under way then, the returned Work fails with CollectiveTimeoutError, and no callback runs.
         """
-        following = Work(f"callback of {self._description}")
+        following = Work(f"callback of {self._description}", self._tellers)
 
         def run(future: Future[Any]) -> None:
             try:
@@ -93,6 +101,24 @@ class Work:
         self._is_asked = True
         self.future.add_done_callback(run)
         return following
+
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        """Returns torch's future of the list of what the call writes, as torch.distributed's handles do.
+
+        A hook of DDP returns ``pycomm.all_reduce(t, async_op=True).get_future().then(lambda done: done.value()[0])``.
+        Callbacks run one after the other in a thread of the group, or at once in this one if the call is complete; they
+        may call collectives of the same group, if all ranks give theirs in the same order. A call that fails lets the
+        future raise RuntimeError with the error's name and text: torch's futures carry no other error.
+        """
+        return future_of([self], self._written, self._tellers, self._is_message)
+
+    def _written(self) -> list[Any]:
+        result = self.result()
+        return result if isinstance(result, list) else [result]
+
+    def block_current_stream(self) -> None:
+        """As ``wait``, for the group's timeout: what comes next in this stream finds the results."""
+        self.wait()
 
     def set_result(self, result: Any) -> None:
         """Completes the call. For the library."""

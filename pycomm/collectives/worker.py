@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from .futures import Tellers
+
 __all__ = ["Worker"]
 
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
@@ -24,6 +26,7 @@ class Worker:
         self._jobs: _Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
+        self.tellers = Tellers()  # run callbacks that make calls of the group, as this thread cannot
 
     @property
     def is_free(self) -> bool:
@@ -58,8 +61,9 @@ class Worker:
         return True
 
     def stop(self) -> None:
-        """Ends the thread after its last job."""
+        """Ends the thread after its last job, and those of callbacks."""
         self._jobs.put(None)
+        self.tellers.close()
 
 
 def _work_off(jobs: _Jobs) -> None:

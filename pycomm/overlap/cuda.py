@@ -30,6 +30,13 @@ class CudaWork(Work):
         torch.cuda.current_stream().wait_event(self._done)
         return super().result(timeout)
 
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        """Returns torch's future of what the call writes, complete at once as NCCL's are: it keeps streams in order."""
+        future: torch.futures.Future[list[Any]] = torch.futures.Future(devices=[self._done.device])
+        with torch.cuda.stream(torch.cuda.Stream(self._done.device)):  # type: ignore[no-untyped-call]
+            future.set_result(self._written())  # as seen from that stream, which is now behind the call
+        return future
+
     def synchronize(self) -> None:
         """Blocks this thread until the GPU has done the call."""
         self._done.synchronize()

@@ -25,6 +25,7 @@ import torch
 
 from ..algorithms.executor import Collective
 from ..collectives.context import parse_op, parse_options, resolve
+from ..collectives.futures import Tellers
 from ..collectives.group import Call, Group
 from ..collectives.tensors import as_tensor, flatten
 from ..collectives.verbs import all_gather_single, all_reduce, check_op
@@ -52,8 +53,8 @@ _log = logging.getLogger("pycomm")
 class StreamWork(Work):
     """A call of a stream. Waiting for it counts as exposed communication."""
 
-    def __init__(self, description: str, watch: Stopwatch) -> None:
-        super().__init__(description)
+    def __init__(self, description: str, tellers: Tellers, watch: Stopwatch) -> None:
+        super().__init__(description, tellers)
         self._watch = watch
 
     def result(self, timeout: float | timedelta | None = None) -> Any:
@@ -186,7 +187,7 @@ class CommStream:
             else:
                 number = progress.submit_all_reduce(priority, digest, segment_numel, *under.native)
             where = f"(item {number} of stream {self.name!r} on rank {self.group.rank})"
-            under.work = work = StreamWork(f"{under.what} {where}", self._watch)
+            under.work = work = StreamWork(f"{under.what} {where}", self.group.tellers, self._watch)
             self._under[number] = under
             if not self._threads:
                 self._start()

@@ -24,8 +24,8 @@ from ..collectives import lists, verbs
 from ..collectives.coalescing import all_reduce_coalesced
 from ..collectives.context import parse_op
 from ..types import ReduceOp
-from .ranges import is_profiling, ranged
-from .work import DONE, CallWork, Tellers
+from .ranges import is_profiling, range_of_call
+from .work import DONE, CallWork
 
 if TYPE_CHECKING:
     from ..collectives.group import Group
@@ -58,7 +58,6 @@ class Calls:
         self.pycomm_options = options
         self._is_plain = options.compression is None
         self._lock = threading.Lock()
-        self._tellers = Tellers()
         self._sequence_number = 0
         self._coalesced: list[CallWork] | None = None  # the calls since _start_coalescing
 
@@ -66,24 +65,20 @@ class Calls:
         self, verb: str, tensors: _Tensors, is_async: bool, call: Callable[[bool], Work | list[Work] | None]
     ) -> CallWork:
         """Numbers a call and makes it: ``call(async_op)`` is a verb of pycomm. Returns its handle."""
-        if is_profiling():
-            return ranged(verb, tensors, lambda: self._issue_now(tensors, is_async, call))
-        return self._issue_now(tensors, is_async, call)
-
-    def _issue_now(self, tensors: _Tensors, is_async: bool, call: Any) -> CallWork:
-        with self._lock:
-            self._sequence_number += 1
-            is_here = not is_async and self._coalesced is None and self.group.is_idle
-            made = call(not is_here)
-            if made is None:
-                return CallWork((), tensors, self._tellers)
-            work = CallWork(made if isinstance(made, list) else [made], tensors, self._tellers)
-            if self._coalesced is not None:
-                self._coalesced.append(work)
-                return work
-        if not is_async:
-            work.wait()
-        return work
+        with range_of_call(verb, tensors):
+            with self._lock:
+                self._sequence_number += 1
+                is_here = not is_async and self._coalesced is None and self.group.is_idle
+                made = call(not is_here)
+                if made is None:
+                    return CallWork(verb, (), tensors, self.group.tellers)
+                work = CallWork(verb, made if isinstance(made, list) else [made], tensors, self.group.tellers)
+                if self._coalesced is not None:
+                    self._coalesced.append(work)
+                    return work
+            if not is_async:
+                work.wait()
+            return work
 
     def _compression(self, op: ReduceOp, tensor: torch.Tensor) -> Any:
         """Returns what compresses a reduction of ``tensor``, its largest buffer; None if nothing does."""

@@ -167,4 +167,4 @@ def _issue(
     if isinstance(backend, Members):
         return backend._issue(verb, tensors, is_async, call)
     made = call(is_async)
-    return CallWork([] if made is None else [made], tensors)
+    return CallWork(verb, [] if made is None else [made], tensors)

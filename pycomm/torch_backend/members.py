@@ -15,7 +15,7 @@ from ..collectives.p2p import start_message
 from ..config import seconds
 from ..errors import CollectiveTimeoutError
 from .calls import Calls
-from .ranges import is_profiling, ranged
+from .ranges import range_of_call
 from .work import CallWork, joined_work
 
 if TYPE_CHECKING:
@@ -54,15 +54,11 @@ class Members(Calls):
 
     def _message(self, verb: str, tensors: Sequence[torch.Tensor], peer: int | None, tag: int) -> CallWork:
         (tensor,) = tensors
-
-        def issue() -> CallWork:
-            with self._lock:
-                work = CallWork([start_message(self.group, verb, tensor, peer, tag)], tensors)
-                if self._coalesced is not None:
-                    self._coalesced.append(work)
-                return work
-
-        return ranged(verb, tensors, issue) if is_profiling() else issue()
+        with range_of_call(verb, tensors), self._lock:
+            work = CallWork(verb, [start_message(self.group, verb, tensor, peer, tag)], tensors)
+            if self._coalesced is not None:
+                self._coalesced.append(work)
+            return work
 
     # -- coalescing ---------------------------------------------------------------------------------------------------
 
@@ -72,7 +68,7 @@ class Members(Calls):
 
     def _end_coalescing(self, device: Any = None) -> CallWork:
         works, self._coalesced = self._coalesced or [], None
-        return joined_work(works) if works else CallWork((), ())
+        return joined_work(works) if works else CallWork("coalesced calls", (), ())
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # torch 2.14's names
 
@@ -183,7 +179,6 @@ class Members(Calls):
         _instances.discard(self)
         if self._pid == os.getpid():  # a forked child keeps its parent's objects, and closes nothing of them
             self.group.close()
-            self._tellers.close()
 
     def abort(self) -> None:
         """Ends the group on all ranks: those that wait in a call get an error, this rank's own calls too."""

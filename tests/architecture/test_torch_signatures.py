@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.collectives.context import parse_op
+from pycomm.collectives.message_work import MessageWork
 
 # Names of both that are no functions, and why their signatures are not compared.
 NOT_CALLED = {
@@ -67,6 +68,15 @@ def test_what_torch_accepts_is_accepted_in_the_same_place(name: str) -> None:
         mine = ours[place]
         assert mine.kind == theirs.kind, f"{name}: {theirs.name} is {theirs.kind.description}"
         assert plain(mine.default) == plain(theirs.default), f"{name}: {theirs.name}={theirs.default!r}"
+
+
+def test_a_handle_does_what_torchs_does() -> None:
+    """But for what torch's scripts and NCCL alone have; and messages alone have sources."""
+    theirs = {name for name in vars(dist.Work) if not name.startswith("_") and callable(getattr(dist.Work, name))}
+    missing = theirs - {"boxed", "unbox", "source_rank", "get_future_result"}
+    assert {"get_future", "is_completed", "wait"} <= missing
+    assert not {name for name in missing if not callable(getattr(pycomm.Work, name, None))}
+    assert callable(MessageWork.source_rank)
 
 
 @each_name

@@ -63,7 +63,14 @@ def wait_in_every_way(rank: int) -> None:
         assert work.source_rank() == 1  # type: ignore[attr-defined]
         assert work.future.result() is got
         work.synchronize()
-    pycomm.barrier()
+        assert work.wait(timedelta(0)) is True  # torch's way to give no limit
+        assert work.get_future().wait() == [got]
+    if rank == 1:
+        return answer(torch.ones(2))
+    got = torch.zeros(2)
+    future = pycomm.irecv(got, 1).get_future().then(lambda done: done.value()[0] * 3)
+    ask()
+    assert future.wait().tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("transport", EVERYWHERE)

@@ -9,7 +9,7 @@ import pytest
 
 import pycomm
 from pycomm import Config, ConfigError
-from pycomm.config import seconds
+from pycomm.config import limit_s, seconds
 from pycomm.transport.local import LocalWorld
 
 
@@ -51,3 +51,11 @@ def test_seconds() -> None:
     for bad in (0, -1.0, True, "5", None, timedelta(0)):
         with pytest.raises(ConfigError, match="timeout"):
             seconds(bad)  # type: ignore[arg-type]
+
+
+def test_the_limit_of_a_wait() -> None:
+    assert limit_s(None) is None and limit_s(timedelta(0)) is None  # torch's way to say that there is none
+    assert limit_s(0.5) == 0.5 and limit_s(timedelta(seconds=3)) == 3.0
+    for bad in (0, timedelta(seconds=-1)):
+        with pytest.raises(ConfigError, match="expected more than 0 seconds"):
+            limit_s(bad)

@@ -132,3 +132,42 @@ def times_out(rank: int) -> None:
 
 def test_timeout_of_one_call() -> None:
     run_ranks(2, times_out, transport="local")
+
+
+def futures_of_calls(rank: int) -> None:
+    tensor, after = torch.full((3,), rank + 1.0), torch.ones(2)
+    group = pycomm.get_group()  # ranks are threads here, and a callback's thread is none
+
+    def reduce_more(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        assert done.value()[0] is tensor
+        pycomm.all_reduce(
+            after, group=group, async_op=True
+        ).get_future().wait()  # on the thread of callbacks of this depth
+        return after
+
+    work = pycomm.all_reduce(tensor, async_op=True)
+    assert work.get_future().then(reduce_more).wait().tolist() == [2.0, 2.0] and tensor.tolist() == [3.0] * 3
+    assert work.get_future().then(lambda done: done.value()[0].sum().item()).wait() == 9.0  # complete: at once
+    gathered = [torch.zeros(1) for _ in range(2)]
+    future = pycomm.all_gather(gathered, torch.tensor([rank + 5.0]), async_op=True).get_future()
+    assert future.wait() is gathered and torch.cat(gathered).tolist() == [5.0, 6.0]
+    work.block_current_stream()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="PeerLostError"):  # the other has left
+            pycomm.barrier(async_op=True).get_future().wait()
+
+
+def test_futures_as_torch_has_them() -> None:
+    run_ranks(2, futures_of_calls, transport="local")
+
+
+def a_future_outlives_its_group(rank: int) -> None:
+    group = pycomm.new_group()
+    future = pycomm.all_reduce(torch.ones(2), group=group, async_op=True).get_future()
+    group.close()
+    assert future.wait()[0].tolist() == [2.0, 2.0]
+
+
+def test_a_future_of_a_group_that_was_closed() -> None:
+    for _ in range(10):
+        run_ranks(2, a_future_outlives_its_group, transport="local")
