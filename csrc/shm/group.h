@@ -247,6 +247,8 @@ class Group {
   void in_rings(const Call& call, const Load& load, Fill fill, Use use);
   template <class Fill, class Use>
   void in_swaps(const Call& call, const Load& load, Fill fill, Use use);
+  // Whether a result is to be written past the caches.
+  bool streams_output(const void* output, std::size_t bytes, std::size_t message_bytes);
   bool may_swap(Verb verb) const;
   void try_swaps(const Call& call);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
@@ -338,6 +340,7 @@ class Group {
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead
   bool streams_ = false;     // non-temporal stores reach the other ranks faster than plain ones
+  unsigned found_in_memory_ = 0;  // results, so far
   double line_ns_ = 0;
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured
