@@ -13,6 +13,9 @@ namespace {
 // Where an all_gather or an all_to_all is read where it lies, in bytes of each rank. On two ranks of Sapphire Rapids 128 KiB take 0.95
 // of the time, 512 KiB 0.92, 1 MiB 1.2.
 constexpr std::size_t kDirectFrom = 128u << 10, kDirectTo = 512u << 10;
+// The root of a gather copies its own in long runs, while the others fill their windows: on AMD's Zen 3 64 KiB to 4 MiB of all ranks take
+// 0.45 to 0.95 of the time that they take where own and others' blocks alternate.
+constexpr std::size_t kOwnAtOnce = 128u << 10;
 constexpr std::size_t kWriteFrom = 32u << 10;  // of a broadcast: a share takes another call of the kernel, and a gate
 
 }  // namespace
@@ -90,14 +93,18 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
   const std::size_t whole = static_cast<std::size_t>(ranks_) * bytes;
   const bool is_streamed = streams_output(is_root ? outputs[(rank_ + 1) % ranks_] : input, bytes, whole);  // the root's own may be its input
   const auto stage = [&](bool has_met) {
+    std::size_t kept = 0;  // of the root's own
     in_windows(
         call, {bytes, 1, has_met, is_long(whole), is_streamed},
         [&](auto part, std::size_t offset, std::size_t length) {
           if (!is_root) put(part(rank_, 0), bytes_of(input) + offset, length);
         },
         [&](auto part, std::size_t offset, std::size_t length) {
-          for (int r = 0; is_root && r < ranks_; ++r)
-            keep(bytes_of(outputs[r]) + offset, r == rank_ ? bytes_of(input) + offset : part(r, 0), length, is_streamed);
+          if (!is_root) return;
+          for (; kept < offset + length; kept += kOwnAtOnce)
+            copy(bytes_of(outputs[rank_]) + kept, bytes_of(input) + kept, std::min(kOwnAtOnce, bytes - kept), is_streamed);
+          for (int r = 0; r < ranks_; ++r)
+            if (r != rank_) keep(bytes_of(outputs[r]) + offset, part(r, 0), length, is_streamed);
         });
   };
   if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
