@@ -308,16 +308,15 @@ class Group(Observed):
     def _perform(
         self, call: Call, choices: Sequence[Choice], seq: int, compressed: Callable[[float], CompressionReport] | None
     ) -> None:
-        for start in self._start_hooks:
-            start(call.verb, seq)
-        start_ns = time.perf_counter_ns()
-        timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        turn = self.turn(call.verb)
-        with turn, self.scope(call.verb, seq):
-            report = self._move(call, choices, timeout_s, turn, compressed)
-            for finish in call.finishes:
-                if finish is not None:
-                    finish()
+        with self._told_of(call.verb, seq) if self._start_hooks else contextlib.nullcontext():
+            start_ns = time.perf_counter_ns()
+            timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
+            turn = self.turn(call.verb)
+            with turn, self.scope(call.verb, seq):
+                report = self._move(call, choices, timeout_s, turn, compressed)
+                for finish in call.finishes:
+                    if finish is not None:
+                        finish()
         if self._hooks:
             end_ns = time.perf_counter_ns()
             first = call.collectives[0]

@@ -59,7 +59,7 @@ class CollectiveRecord(NamedTuple):
 
 
 Hook = Callable[[CollectiveRecord], None]
-StartHook = Callable[[str, int], None]  # verb, seq
+StartHook = Callable[[str, int], Callable[[], None] | None]  # of verb and seq; what it returns is called at the end
 DataHook = Callable[["Collective", bool], None]  # a collective, and whether it is complete
 
 # The arguments of a short cut that say how much it moves, and how it reduces; None where there is none.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -50,7 +52,8 @@ class Observed:
     def add_start_hook(self, hook: StartHook) -> None:
         """Calls ``hook(verb, seq)`` before every collective of this group, in the thread that is to run it.
 
-        While there is one, no call takes the transport's short cut.
+        What the hook returns, if not None, is called once the collective has ended, also if it has failed. While there
+        is one, no call takes the transport's short cut.
         """
         self._start_hooks = (*self._start_hooks, hook)
         self._refresh_fast()
@@ -64,8 +67,7 @@ class Observed:
 
     def add_data_hook(self, hook: DataHook) -> None:
         """Calls ``hook(collective, is_complete)`` before and after every collective of this group, in its turn, with
-        the
-        tensors that it moves.
+        the tensors that it moves.
 
         While there is one, no call takes the transport's short cut. What it raises ends the call.
         """
@@ -78,6 +80,14 @@ class Observed:
             raise ConfigError(f"this hook is not attached to group {self.name!r}: {hook!r}")
         self._data_hooks = tuple(each for each in self._data_hooks if each != hook)
         self._refresh_fast()
+
+    @contextlib.contextmanager
+    def _told_of(self, verb: str, seq: int) -> Iterator[None]:
+        with contextlib.ExitStack() as ends:
+            for start in self._start_hooks:
+                if (end := start(verb, seq)) is not None:
+                    ends.callback(end)
+            yield
 
     def _show_data(self, call: Call, is_complete: bool) -> None:
         for hook in self._data_hooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -312,6 +313,25 @@ def profile(rank: int, path: str) -> None:
     names = [event.name for event in profiler.events()]
     assert names.count("pycomm::all_reduce") == 1 and names.count("pycomm::barrier") == 1
     assert (pycomm.monitor.write_trace(path) > 4) == (rank == 0)
+
+
+def fail_in_a_session(rank: int) -> None:
+    """The range of a call that failed ended in the next session, in memory of the last one: SIGABRT, or SIGSEGV."""
+    for _ in range(12):
+        with pycomm.monitor.profiler_ranges():
+            with torch.profiler.profile() as profiler, pytest.raises(pycomm.CollectiveMismatchError):
+                pycomm.all_reduce(torch.ones(4 + rank))
+            assert [event.name for event in profiler.events()].count("pycomm::all_reduce") == 1
+            del profiler
+            gc.collect()
+            held = [bytes(length % 128) for length in range(5000)]
+            with torch.profiler.profile():
+                pycomm.all_reduce(torch.ones(3))
+            del held
+
+
+def test_a_call_may_fail_while_a_profiler_runs() -> None:
+    run_ranks(2, fail_in_a_session)
 
 
 @pytest.mark.parametrize("transport", [param for param in PROCESSES if param.values[0] in ("shm", "mixed")])

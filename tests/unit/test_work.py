@@ -103,7 +103,11 @@ def calls_from_a_callback(rank: int) -> None:
     group = pycomm.new_group()
     assert isinstance(group, pycomm.Group)
     may_begin, may_end = threading.Event(), threading.Event()
-    group.add_start_hook(lambda _verb, _seq: may_begin.wait(100))  # until the callbacks are there
+
+    def wait_for_the_callbacks(_verb: str, _seq: int) -> None:
+        may_begin.wait(100)
+
+    group.add_start_hook(wait_for_the_callbacks)
     work = pycomm.barrier(group, async_op=True)
     assert work is not None
     following = work.then(lambda _: may_end.wait(100)).then(again)
