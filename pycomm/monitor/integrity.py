@@ -147,7 +147,7 @@ class _Checks:
         self._nan = nan
         self._checksum = checksum
         self._tell = tell
-        self._was_finite = True
+        self._with_nan: set[int] = set()  # ids of the collectives under way whose input has NaN or inf
 
     def __call__(self, collective: Collective, is_complete: bool) -> None:
         tensor = collective.output if is_complete else collective.input
@@ -156,11 +156,13 @@ class _Checks:
         where = f"{collective.verb} on group {self._group.name!r}, rank {self._group.rank}"
         if self._nan and (tensor.is_floating_point() or tensor.is_complex()):
             is_finite = bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
+            had_nan = id(collective) in self._with_nan
+            self._with_nan.discard(id(collective))
             if not is_finite and not is_complete:
+                self._with_nan.add(id(collective))
                 self._tell(f"{where}: the input has NaN or inf")
-            elif not is_finite and self._was_finite:
+            elif not is_finite and not had_nan:
                 self._tell(f"{where}: the result has NaN or inf, and this rank's input had none")
-            self._was_finite = is_finite
         if is_complete and self._checksum and collective.verb in _SAME_EVERYWHERE:
             self._compare(tensor, where)
 
