@@ -30,7 +30,7 @@ import torch
 from ..errors import ConfigError, NativeUnavailableError, PycommError, forget_locals
 from ..ops import native
 from . import _wording as wording
-from ._torch_waits import helpers, wait_for_a_slice
+from ._torch_waits import LAST_LOOK_S, has_come_after_all, helpers, wait_for_a_slice
 from ._watch import Message
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
@@ -124,7 +124,7 @@ class Posted(Request):
                     self._end(None)
                 self._has_waiter = self._is_done
             return self._is_done
-        if not self._is_done and self._ended.acquire(timeout=left_s):
+        if not self._is_done and self._ended.acquire(timeout=left_s or LAST_LOOK_S):
             self._ended.release()  # for the next who waits
         return self._is_done
 
@@ -393,7 +393,11 @@ def _receive(work: Any, alive: object, request: Posted, left_s: float) -> None:
 
 def wait_for(work: Any, _alive: object, left_s: float) -> None:
     """Waits for torch's handle. ``_alive`` is memory that has to last until then."""
-    work.wait(timeout_of(left_s))
+    try:
+        work.wait(timeout_of(left_s))
+    except RuntimeError:
+        if not has_come_after_all(work.wait):
+            raise
 
 
 def gloo_message_of(work: Any) -> GlooMessage | None:

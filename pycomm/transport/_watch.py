@@ -281,6 +281,14 @@ class Watch:
                 return self._closed(min(words))
         return None
 
+    def has_taken(self, message: Message) -> bool:
+        """Says whether ``message``, which this rank has sent, had come to its peer before that closed the group."""
+        store = self._store
+        with contextlib.suppress(RuntimeError):
+            word = None if store is None else _last_word(store, message.peer)
+            return word is not None and not self._is_short(word, message.peer, 0, message)
+        return False
+
     def _last_words(self, store: Any) -> dict[int, _LastWord | None]:
         return {rank: _last_word(store, rank) for rank in range(len(self._ranks)) if rank != self._rank}
 

@@ -63,10 +63,13 @@ class WatchedTransport(Transport):
     def check(self, doing: str, message: Message | None, is_done: Callable[[], bool]) -> None:
         """Looks around once in a long wait, for ``message`` or in a collective: raises what broke the group.
 
-        ``is_done`` is asked last: a peer may have gone because it was done with this call, too.
+        ``is_done`` is asked last: a peer may have gone because it was done with this call, too. What it has taken of
+        this rank's is as good as done, whenever this rank's own thread comes to hear of it.
         """
         failure = self.watch.look(self.calls, message)
-        if failure is not None and not is_done():
+        if failure is None or is_done():
+            return
+        if message is None or not message.is_sent or not self.watch.has_taken(message):
             raise self.failed(doing, failure)
 
     def glance(self, doing: str, message: Message, is_done: Callable[[], bool]) -> None:

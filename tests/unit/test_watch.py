@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from pycomm import CollectiveTimeoutError
+from pycomm import CollectiveTimeoutError, TransportError
 from pycomm.transport import Patience
 from pycomm.transport._watch import Message, Watch, _Processes
+from pycomm.transport._watched import WatchedTransport
 from pycomm.transport._wording import NO_STATUS, Failure
 from pycomm.transport.base import ANNOUNCEMENT_TAG
 
@@ -138,6 +141,21 @@ def test_a_send_is_done_with_who_received_it() -> None:
     other.close(0)
     assert asked(mine, 0, first) is None
     assert asked(mine, 0, second) == "closed"
+
+
+def test_a_wait_goes_on_for_a_message_that_its_peer_took_before_it_left() -> None:
+    """Whichever thread of this rank has found the group broken: another one may not have heard yet of the message."""
+    mine, other = watches()
+    taken, not_taken = mine.send(1, TAG), mine.send(1, TAG)
+    other.receive(0, TAG)
+    other.close(1)
+    assert mine.explain(0, 1).kind == "closed" and mine.has_taken(taken) and not mine.has_taken(not_taken)
+    transport: Any = SimpleNamespace(watch=mine, calls=1, failed=lambda _doing, failure: TransportError(failure.kind))
+    check = partial(WatchedTransport.check, transport, "sending")
+    check(taken, lambda: False)
+    check(not_taken, lambda: True)
+    with pytest.raises(TransportError, match="closed"):
+        check(not_taken, lambda: False)
 
 
 def test_a_connection_that_broke_is_explained_by_who_left() -> None:
