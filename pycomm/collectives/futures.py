@@ -61,9 +61,7 @@ def _set_depth(depth: int) -> None:
     _thread.depth = depth
 
 
-def future_of(
-    works: Sequence[Work], value: Callable[[], Any], tellers: Tellers, are_messages: bool
-) -> torch.futures.Future[Any]:
+def future_of(works: Sequence[Work], value: Callable[[], Any]) -> torch.futures.Future[Any]:
     """Returns a future of ``value()`` after all of ``works``, which are one group's in the order of the calls.
 
     Messages move when somebody waits for them: a thread does, for as long as the group's timeout.
@@ -79,10 +77,10 @@ def future_of(
     future: torch.futures.Future[Any] = ended.then(end)
     if all(work.is_completed() for work in works):
         ended.set_result(None)
-    elif are_messages:
+    elif any(work.is_message for work in works):
         threading.Thread(target=_wait_and_tell, args=(works, ended), name="pycomm-message", daemon=True).start()
     else:  # a group's calls end in order: the last one's end is that of all
-        teller = tellers.teller()
+        teller = works[-1].tellers.teller()
         works[-1].future.add_done_callback(lambda _: teller(lambda: ended.set_result(None)))
     return future
 

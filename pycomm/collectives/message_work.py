@@ -51,7 +51,7 @@ class MessageWork(Work):
     _error: BaseException | None
     _is_global = True  # ``source_rank`` tells global ranks
     _is_told = False  # the future, of how the message has ended
-    _is_message = True
+    is_message = True
 
     @property
     def _description(self) -> str:  # type: ignore[override]
@@ -61,7 +61,7 @@ class MessageWork(Work):
         return f"{self._verb} {toward} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
 
     @property
-    def _tellers(self) -> Tellers:  # type: ignore[override]
+    def tellers(self) -> Tellers:  # type: ignore[override]
         return self._group.tellers
 
     @property

@@ -28,12 +28,12 @@ class Work:
     ``result``.
     """
 
-    _is_message = False
+    is_message = False  # which moves only while somebody waits for it. For the library
 
     def __init__(self, description: str, tellers: Tellers | None = None) -> None:
         """``tellers`` are those of the group. For the library."""
         self._description = description
-        self._tellers = tellers or Tellers()
+        self.tellers = tellers or Tellers()
         self._future: Future[Any] | None = Future()
         self._is_asked = False
 
@@ -88,7 +88,7 @@ class Work:
         of the same group: those of ``get_future`` may. A message is waited for by a thread, for the group's timeout: if
         it is still under way then, the returned Work fails with CollectiveTimeoutError, and no callback runs.
         """
-        following = Work(f"callback of {self._description}", self._tellers)
+        following = Work(f"callback of {self._description}", self.tellers)
 
         def run(future: Future[Any]) -> None:
             try:
@@ -110,7 +110,7 @@ class Work:
         may call collectives of the same group, if all ranks give theirs in the same order. A call that fails lets the
         future raise RuntimeError with the error's name and text: torch's futures carry no other error.
         """
-        return future_of([self], self._written, self._tellers, self._is_message)
+        return future_of([self], self._written)
 
     def _written(self) -> list[Any]:
         result = self.result()

@@ -71,8 +71,8 @@ class Calls:
                 is_here = not is_async and self._coalesced is None and self.group.is_idle
                 made = call(not is_here)
                 if made is None:
-                    return CallWork(verb, (), tensors, self.group.tellers)
-                work = CallWork(verb, made if isinstance(made, list) else [made], tensors, self.group.tellers)
+                    return CallWork(verb, (), tensors)
+                work = CallWork(verb, made if isinstance(made, list) else [made], tensors)
                 if self._coalesced is not None:
                     self._coalesced.append(work)
                     return work

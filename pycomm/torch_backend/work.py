@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
-from ..collectives.futures import Tellers, future_of
+from ..collectives.futures import future_of
 from ..collectives.message_work import MessageWork
 from .ranges import range_of_wait
 
@@ -28,12 +28,9 @@ class CallWork(TorchWork):
     and nothing else: that is all torch forwards to Python.
     """
 
-    def __init__(
-        self, verb: str, works: Sequence[Work], tensors: Sequence[torch.Tensor], tellers: Tellers | None = None
-    ) -> None:
+    def __init__(self, verb: str, works: Sequence[Work], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._verb = verb
-        self._tellers = tellers or Tellers()
         self._works = works
         self._tensors = tensors
         self._future: Any = None
@@ -83,8 +80,7 @@ class CallWork(TorchWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a future of the tensors. Its errors are RuntimeErrors: torch's futures carry no others."""
         if self._future is None:
-            are_messages = any(isinstance(work, MessageWork) for work in self._works)
-            self._future = future_of(self._works, self.result, self._tellers, are_messages)
+            self._future = future_of(self._works, self.result)
         future: torch.futures.Future[list[torch.Tensor]] = self._future
         return future
 
@@ -109,5 +105,4 @@ def joined_work(works: Sequence[CallWork]) -> CallWork:
     if len(works) == 1:
         return works[0]
     tensors = [tensor for work in works for tensor in work._tensors]
-    inner = [each for work in works for each in work._works]
-    return CallWork("coalesced calls", inner, tensors, works[0]._tellers)
+    return CallWork("coalesced calls", [each for work in works for each in work._works], tensors)

@@ -144,9 +144,8 @@ def futures_of_calls(rank: int) -> None:
 
     def reduce_more(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         assert done.value()[0] is tensor
-        pycomm.all_reduce(
-            after, group=group, async_op=True
-        ).get_future().wait()  # on the thread of callbacks of this depth
+        # Told by a thread for futures that are asked for inside callbacks: this one waits.
+        pycomm.all_reduce(after, group=group, async_op=True).get_future().wait()
         return after
 
     work = pycomm.all_reduce(tensor, async_op=True)

@@ -295,7 +295,7 @@ def case_profiler() -> None:
 
 
 def case_a_profiler_may_stop_at_any_moment() -> None:
-    """A range that ended after it wrote into memory that was freed: one of these sessions in four ended the process."""
+    """A range that ended after it wrote into memory that was freed: a dozen sessions ended the process."""
     for _ in range(12):
         with torch.profiler.profile() as profile:
             waited = dist.all_reduce(torch.ones(7), async_op=True)
