@@ -118,11 +118,12 @@ void bind_group(py::module_& m) {
              g.agree(pointer(output), pointer(input), bytes, call);
            }, NoGil())
       .def("abandon", &Group::abandon)
+      .def("check_lost", &Group::check_lost, py::arg("doing"))
       .def("record_on", &Group::record_on, py::arg("log"))
       .def("set_name", &Group::set_name, py::arg("name"))
       .def_property_readonly("is_broken", &Group::is_broken)
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))
-      .def("area_of_child", &Group::area_of_child, py::arg("leader"), py::arg("key"), NoGil())
+      .def("area_of_child", &Group::area_of_child, py::arg("leader"), py::arg("key"), py::arg("with_all"), NoGil())
       .def("close", &Group::close, NoGil())
       .def_property_readonly("line_ns", &Group::line_ns);
 }

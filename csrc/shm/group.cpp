@@ -44,7 +44,7 @@ bool has_root(Verb verb) {
 const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
 
 Group::Group(Setup setup)
-    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_), areas_(ranks_) {
+    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_) {
   chosen_ = setup_.choices;
   const FileLayout file = FileLayout::of(setup_.host_ranks);
   if (setup_.area >= kAreas) throw Broken("shared memory: more than " + std::to_string(kAreas) + " groups were made in this job");
@@ -82,25 +82,27 @@ Group::~Group() {
   if (__atomic_add_fetch(&control.forgotten, 1, __ATOMIC_ACQ_REL) == static_cast<std::uint32_t>(ranks_)) mapping_->release(0, at_.slots);
 }
 
-std::uint64_t Group::area_of_child(int leader, std::uint64_t key) {
-  // One line a leader is enough: it makes its next group after all members of this one have met in it.
+std::uint64_t Group::area_of_child(int leader, std::uint64_t key, bool with_all) {
+  // One line a leader is enough: it makes its next group after all members of this one have met in it, or somebody has given that up.
   Made& made = reinterpret_cast<Made*>(area_ + at_.made)[leader];
   if (leader == rank_) {
     const std::uint64_t area = setup_.heaps->take_area();
-    store_relaxed(made.area, area);
+    store_release(made.key, 0);
+    store_release(made.area, area);
     store_release(made.key, key);
     return area;
   }
   const std::int64_t deadline_ns = monotonic_ns() + setup_.timeout_ns;
-  // Never the one that it gave last: after calls that failed the ranks may have counted differently.
-  while (load_acquire(made.key) < key || load_relaxed(made.area) == areas_[leader]) {
+  for (;;) {
+    const std::uint64_t area = load_acquire(made.area);
+    if (load_acquire(made.key) == key && load_acquire(made.area) == area) return area;
     setup_.check_interrupt();
+    if (with_all) waiter_->look_around(leader, "new_group");
     const int pid = setup_.pids[leader];
     if (has_ended(setup_.pidfds[leader])) throw PeerLost("lost", waiter_->where("new_group"), leader, pid, exit_status(setup_.pidfds[leader], pid));
     if (monotonic_ns() > deadline_ns) throw Timeout("late", waiter_->where("new_group"), {leader, pid, setup_.timeout_ns});
     usleep(50);
   }
-  return areas_[leader] = load_relaxed(made.area);
 }
 
 bool Group::is_in_child() const { return forks() != forks_at_start_; }

@@ -138,14 +138,18 @@ class Group {
   void agree(void* output, const void* input, std::size_t bytes, const Call& call);
   // This rank leaves in the middle of a call: the others get an error, and so do later calls here.
   void abandon() { waiter_->declare(FailureKind::kInterrupted, rank_); }
+  // Looks closely at every rank's process, and throws what broke the group if one has ended.
+  void check_lost(const char* doing) {
+    for (int r = 0; r < ranks_; ++r) waiter_->look_around(r, doing);
+  }
   bool is_broken() const { return load_acquire(reinterpret_cast<const Control*>(area_)->failure) != 0; }
   void set_name(const std::string& name);  // as the errors call the group
   // From now on the calls are written on the process's board; see [Note: the board].
   void record_on(std::shared_ptr<Log> log);
 
-  // The area of a new group that `leader` of this one is the first member of, the `key`th of this group's; called by its
-  // members, also when this group is broken or closed.
-  std::uint64_t area_of_child(int leader, std::uint64_t key);
+  // The area of a new group that `leader` of this one is the first member of, and that its members call `key`, as no other; called
+  // by them, also when this group is broken or closed, unless they make it `with_all` of its ranks.
+  std::uint64_t area_of_child(int leader, std::uint64_t key, bool with_all = false);
 
   // Point-to-point messages.
   Mailbox& mailbox() { return *mailbox_; }
@@ -330,7 +334,6 @@ class Group {
   std::vector<const void*> inputs_;  // scratch: one pointer a rank
   std::vector<double> factors_, weights_;
   std::vector<void*> outputs_;
-  std::vector<std::uint64_t> areas_;  // of the group that each rank made last from this one, with this rank in it
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   std::uint64_t round_ = 0;    // of the swapped regions
   bool has_ring_ = false, has_region_ = false;

@@ -65,7 +65,7 @@ struct alignas(2 * kLine) Ping {
 
 // What the first member of a new group leaves for the others in the area of the old one.
 struct alignas(2 * kLine) Made {
-  std::uint64_t key;       // which new group, counted from 1
+  std::uint64_t key;       // which new group; 0 while this is being written
   std::uint64_t area;
 };
 

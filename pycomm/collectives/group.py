@@ -7,8 +7,10 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from hashlib import blake2b
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -19,7 +21,7 @@ from ..algorithms.engine import Engine
 from ..algorithms.executor import Collective, meet
 from ..algorithms.selection import Choice, Selector
 from ..config import seconds
-from ..errors import ConfigError, PeerLostError, TransportError
+from ..errors import CollectiveMismatchError, ConfigError, PeerLostError, TransportError
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
@@ -83,6 +85,7 @@ class Group(Observed):
         "_compression",
         "_engine",
         "_is_closed",
+        "_made",
         "_on_close",
         "_pending",
         "_ranks",
@@ -137,6 +140,7 @@ class Group(Observed):
         self._worker = Worker(f"pycomm-{name}")
         self._seq = 0
         self._splits = 0
+        self._made: Counter[tuple[int, ...]] = Counter()  # groups of this one's ranks
         self._children: weakref.WeakSet[Group] = weakref.WeakSet()
         self.orphans: list[Request] = []  # messages under way whose handles were dropped
         self._closers: list[Callable[[], bool]] = []
@@ -411,10 +415,14 @@ class Group(Observed):
 
     # -- other groups, and the end ------------------------------------------------------------------------------------
 
-    def subgroup(self, group_ranks: Sequence[int] | None, name: str | None, timeout: Any = None) -> Group | None:
+    def subgroup(
+        self, group_ranks: Sequence[int] | None, name: str | None, timeout: Any = None, *, with_all: bool = False
+    ) -> Group | None:
         """Makes a group of members of this one, given by their ranks in it, in that order; None on ranks outside.
 
         Called by every rank of this group; those that are not members may pass None, or another group's list.
+        ``with_all``: as a part of what all ranks do, so that it fails on all once one of them is lost; otherwise those
+        who live may make it of themselves.
         """
         self.check_open()
         timeout_s = None if timeout is None else seconds(timeout)
@@ -423,16 +431,24 @@ class Group(Observed):
         with turn, self.scope("new_group"):
             turn.begin()
             selector = self.engine.selector  # made out with all ranks, also those outside
-            self._agree_on_members(group_ranks)
+            self._agree_on_members(group_ranks, with_all)
             self._splits += 1  # no sooner: a rank that called something else has counted nothing
             # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
             self.transport.calls += 1
-            transport = self.transport.split(group_ranks, self._splits)
+            transport = self.transport.split(group_ranks, self._key_of(group_ranks or ()), with_all=with_all)
+            if transport is not None:
+                transport.group_name = name = name or f"{self.name}.{self._splits}"
+            try:
+                if with_all:
+                    self._agree_on_members(group_ranks, with_all)  # that all have made theirs
+                elif transport is not None:
+                    meet(transport)  # within this group's timeout: the new one's is that of its calls
+            except BaseException:
+                if transport is not None:
+                    transport.close()
+                raise
             if transport is None or group_ranks is None:
                 return None
-            name = name or f"{self.name}.{self._splits}"
-            transport.group_name = name
-            meet(transport)  # within this group's timeout: the new one's is that of its calls
             if timeout_s is not None:
                 transport.timeout_s = timeout_s
         ranks = [self._ranks[rank] for rank in group_ranks]
@@ -440,21 +456,32 @@ class Group(Observed):
         self._children.add(child)
         return child
 
-    def _agree_on_members(self, group_ranks: Sequence[int] | None) -> None:
+    def _agree_on_members(self, group_ranks: Sequence[int] | None, with_all: bool) -> None:
         """Raises CollectiveMismatchError if the ranks name different members. After a failure only those who live, and
         who call this to go on without the others, are left to ask: then they meet in the new group alone.
         """
-        if self.transport.is_broken:
+        if self.transport.is_broken and not with_all:
             return
         try:
-            with self._on_board("new_group"):
-                self.engine.agreement.agree_on_members(group_ranks, self.timeout_s)
-                # One that came late may find all that the others sent before they gave up. It alone would have counted
-                # the group, and then never meet them in the next one, whose number is part of its name.
-                self.transport.check_given_up("new_group")
-        except PeerLostError as error:
-            if group_ranks is None or error.rank in group_ranks:
+            try:
+                with self._on_board("new_group"):
+                    self.engine.agreement.agree_on_members(group_ranks, self.timeout_s)
+                    # One that came late may find all that the others sent before they gave up, and wait for them.
+                    self.transport.check_given_up("new_group")
+            except CollectiveMismatchError:
+                self.transport.check_lost("new_group")  # it may have died in a call that the others never came to
                 raise
+        except PeerLostError as error:
+            if with_all or group_ranks is None or error.rank in group_ranks:
+                raise
+
+    def _key_of(self, group_ranks: Sequence[int]) -> int:
+        """Returns what names the next group of these members to them, a positive int64: by nothing else than who they
+        are, and how many they have made. After a failure the ranks have made different groups, or none.
+        """
+        members = tuple(group_ranks)
+        self._made[members] += 1
+        return int.from_bytes(blake2b(f"{members} {self._made[members]}".encode(), digest_size=8).digest()) >> 1
 
     def add_closer(self, closer: Callable[[], bool]) -> None:
         """Calls ``closer()`` as the group closes, before its transport does; it says whether nothing uses that any

@@ -12,7 +12,7 @@ import torch
 from ..algorithms.executor import Collective
 from ..compression import Compressor, checked_spec, parse
 from ..compression.wrappers.error_feedback import ErrorFeedback
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, TransportError
 from ..types import ReduceOp
 from . import compressed
 from .auto_compression import STATEFUL, WARM_UP_CALLS, AutoCompression, AutoDecision
@@ -100,10 +100,21 @@ class GroupCompression:
         if self._hosts is None:
             group, topology = self._group, self._group.engine.selector.topology
             local_rank = topology.local_rank_of(group.rank)
-            inside = group.subgroup(topology.hosts[topology.host_of(group.rank)], f"{group.name}.inside")
-            between = group.subgroup([ranks[local_rank] for ranks in topology.hosts], f"{group.name}.between")
+            neighbours = topology.hosts[topology.host_of(group.rank)]
+            peers = [ranks[local_rank] for ranks in topology.hosts]
+            inside = group.subgroup(neighbours, f"{group.name}.inside", with_all=True)
+            between = group.subgroup(peers, f"{group.name}.between", with_all=True)
             assert inside is not None and between is not None, "this rank is in both"
             self._hosts = inside, between
+
+    def _leave_hosts(self, verb: str) -> None:
+        """Closes the two groups after a failure in one of them, so that who waits for this rank in the other is told.
+
+        Raises PeerLostError if this group knows what happened: its ranks are those that the caller knows.
+        """
+        for group in self._hosts or ():
+            group.close()
+        self._group.transport.check_lost(verb)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the compressors that were asked for by text, each by its text: this rank's, for a
@@ -159,7 +170,12 @@ class GroupCompression:
         seed = self._calls + 1
         compressed.agree(call, wire, seed, ", measuring the error" if self.measure_error else "")
         self._calls = seed  # no sooner: a rank that called something else has counted nothing
-        compressed.run(call, wire, seed)
+        try:
+            compressed.run(call, wire, seed)
+        except TransportError:
+            if is_split:
+                self._leave_hosts(call.collective.verb)
+            raise
         timer, carrier = wire.timer, wire.between or wire
         share = wire.inside.world_size if wire.inside is not None else 1
         report = CompressionReport(

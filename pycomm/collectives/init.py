@@ -212,7 +212,7 @@ def split(color: int | None, key: int = 0, group: Any = None, *, name: str | Non
     pairs = table.view(-1, 2).tolist()
     members = sorted((pair[1], member) for member, pair in enumerate(pairs) if pair[0] == color)
     group_ranks = [member for _, member in members] if color is not None else None
-    return parent.subgroup(group_ranks, name) or NON_MEMBER
+    return parent.subgroup(group_ranks, name, with_all=True) or NON_MEMBER
 
 
 def init_from_torch() -> Group:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._patience import Patience
     from ._watch import Watch
 
-__all__ = ["Failed", "Meeting", "come_together", "host_of", "make_group"]
+__all__ = ["Failed", "Meeting", "come_together", "connection_to", "host_of", "make_group"]
 
 Failed = Callable[[Failure], TransportError]
 
@@ -33,6 +33,7 @@ class Meeting(NamedTuple):
     """Where and how the ranks of a gloo group find one another."""
 
     store: Store
+    connection: Store  # the same, by one of gloo's own: it answers nobody else while gloo waits in it
     rank: int
     world_size: int
     patience: Patience
@@ -54,6 +55,15 @@ def host_of(spec: ConnectSpec) -> str | None:
     return local_address(getattr(store, "host", "127.0.0.1"))
 
 
+def connection_to(store: Store) -> Store:
+    """Returns ``store`` by another connection, if it is of a kind that can have several."""
+    try:
+        another: Store = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
+    except RuntimeError:  # one that is written in Python
+        return store
+    return another
+
+
 def come_together(meeting: Meeting) -> bool:
     """Waits until all ranks are here; False if their time runs out. To connect those that are takes gloo no long time,
     in which nobody can look around as well.
@@ -70,11 +80,11 @@ def come_together(meeting: Meeting) -> bool:
 def make_group(meeting: Meeting, watch: Watch, failed: Failed) -> tuple[Any, Corked]:
     """Returns torch's ProcessGroupGloo, and what holds back what it sends to the other ranks, who are on their way.
 
-    Raises what ``failed`` makes of it if ``watch`` sees one of them die.
+    Raises what ``failed`` makes of it if ``watch`` sees one of them die, or give up: then gloo may wait in its
+    connection yet, for as long as it was given.
     """
-    store, rank, world_size, patience, host = meeting
-    # Their processes alone: gloo waits in the store, which answers nobody else until that ends.
-    patience = patience.looking(partial(_check, watch.without_word(), failed))
+    _, connection, rank, world_size, patience, host = meeting
+    patience = patience.looking(partial(_check, watch, failed))
     if not dist.is_gloo_available():
         raise ConfigError("transport 'torch': this torch has no gloo; use transport 'mpi'")
     options = dist.ProcessGroupGloo._Options()
@@ -83,7 +93,7 @@ def make_group(meeting: Meeting, watch: Watch, failed: Failed) -> tuple[Any, Cor
     options._devices = [_device(host)]
     listeners = tcp_sockets().listening - others.listening
     try:
-        group = patience.run(lambda: dist.ProcessGroupGloo(store, rank, world_size, options))
+        group = patience.run(lambda: dist.ProcessGroupGloo(connection, rank, world_size, options))
     except RuntimeError as error:
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} could not connect to the other ranks by gloo within {patience.timeout_s:.3g} "

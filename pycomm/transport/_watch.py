@@ -120,6 +120,7 @@ class Watch:
         self._ranks = tuple(ranks)
         self._rank = rank
         self._store: Any = store  # None once there is nothing to ask, which another thread may find at any moment
+        self._closed_store: Any = None  # once this rank has closed the group: for those made of it yet
         self._members = [processes.members[member] for member in ranks] if processes.members else []
         self._poll = select.poll()
         self._polling = threading.Lock()  # messages are waited for by several threads
@@ -158,13 +159,8 @@ class Watch:
     def split(self, ranks: Sequence[int], rank: int, key: str) -> Watch:
         """Returns the watch of a new group of ``ranks`` of this one, where this rank is ``rank``."""
         members = [self._ranks[member] for member in ranks] if self._ranks else ()
-        store = self._store
+        store = self._store or self._closed_store
         return Watch(self._processes, members, rank, None if store is None else _part(store, key))
-
-    def without_word(self) -> Watch:
-        """Returns one that sees the same processes and asks no store: for while another thread waits in that."""
-        members = self._ranks if self._members else ()
-        return Watch(self._processes, members, self._rank, None)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +264,7 @@ class Watch:
                     )
                 store.set(f"closed{self._rank}", json.dumps(_LastWord(calls, sent, received)))
                 store.set("news", "1")
-        self._store = None
+        self._store, self._closed_store = None, store
 
     def all_left(self, tag: int, received: Mapping[int, int]) -> Failure | None:
         """Says, by a trip to the store, whether all others have closed the group and what they sent with ``tag`` is

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveTimeoutError, PeerLostError
@@ -99,18 +100,23 @@ class WatchedTransport(Transport):
             theirs.announce("timeout" if isinstance(error, CollectiveTimeoutError) else "interrupted", rank, 0)
             raise
 
-    def check_members(self, ranks: Sequence[int], theirs: Watch, own: Watch | None) -> None:
-        """Looks around once while ``ranks`` make a group of theirs: raises what has ended that.
+    def look_at_members(self, ranks: Sequence[int], theirs: Watch, with_all: bool) -> Callable[[], None]:
+        """Returns what looks around once while ``ranks`` make a group of theirs: it raises what has ended that.
 
-        ``theirs`` is the watch of the new group, ``own`` that of this one if it was whole when they began.
+        ``theirs`` is the watch of the new group. This group may be broken, and the new one be made of those who live:
+        then, unless ``with_all``, only what happens to those counts.
         """
+        own = self.watch if with_all or not self.is_broken else None
+        return partial(self._check_members, ranks, theirs, own, with_all)
+
+    def _check_members(self, ranks: Sequence[int], theirs: Watch, own: Watch | None, with_all: bool) -> None:
         failure = theirs.look(0)
         if failure is not None:
             if own is not None and failure.kind == "interrupted":  # in a call of this group, which is not whole either
                 own.announce(failure.kind, ranks[failure.rank], self.calls)
             raise self.failed_member(ranks, failure)
         failure = None if own is None else own.look(self.calls)
-        if failure is not None and failure.rank in ranks:  # else it has lost a rank that the new one does without
+        if failure is not None and (with_all or failure.rank in ranks):  # else the new one does without that rank
             raise self.failed("new_group", failure)
 
     def failed_member(self, ranks: Sequence[int], failure: wording.Failure) -> TransportError:
@@ -126,6 +132,11 @@ class WatchedTransport(Transport):
         # If they gave up in a later call, this one has succeeded for them, and does here.
         failure = self.watch.ask(self.calls)
         if failure is not None and failure.call <= self.calls:
+            raise self.failed(doing, failure)
+
+    def check_lost(self, doing: str) -> None:
+        failure = self.watch.search(self.calls)
+        if failure is not None:
             raise self.failed(doing, failure)
 
     def failed(self, doing: str, failure: wording.Failure) -> TransportError:

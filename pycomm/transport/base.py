@@ -217,6 +217,12 @@ class Transport(ABC):
         """
         return None
 
+    def check_lost(self, doing: str) -> None:
+        """Raises PeerLostError if the process of a rank is seen to have ended: for one whose call cannot be explained
+        by what the others called. It takes a moment.
+        """
+        return None
+
     def exchanger(self, nbytes: int) -> Exchange:
         """Returns what swaps frames of ``nbytes`` as ``exchange`` does, for many swaps beside large transfers.
 
@@ -350,12 +356,14 @@ class Transport(ABC):
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def split(self, ranks: Sequence[int] | None, key: int) -> Transport | None:
+    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> Transport | None:
         """A transport of the same kind joining ``ranks`` of this group, in that order; None on a rank that is not
         among them.
 
-        Called by every rank of this group that is alive, members or not (those pass their own list, or None). ``key``
-        counts such calls and is the same on every rank, so that a transport needs no exchange to name the new group.
+        Called by every rank of this group that is alive, members or not (those pass their own list, or None). ``key``,
+        a positive int64, is the same on the new group's ranks and of no other group, so that a transport needs no
+        exchange to name it. Those who live may call it on a group that is broken, or breaks meanwhile, unless
+        ``with_all``: then nobody waits here for a rank that knows of that and does not come.
         """
 
     @abstractmethod

@@ -178,7 +178,7 @@ class LocalTransport(Transport):
             receive.fail_if_lost()
         return receive
 
-    def split(self, ranks: Sequence[int] | None, key: int) -> LocalTransport | None:
+    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> LocalTransport | None:
         self._check_open()
         if ranks is None or self.rank not in ranks:
             return None
@@ -190,6 +190,10 @@ class LocalTransport(Transport):
 
     def abandon(self) -> None:
         self.fail("it was interrupted in the middle of a call")
+
+    def check_lost(self, doing: str) -> None:
+        if self.hub.lost:
+            raise self.peer_lost(min(self.hub.lost))
 
     @property
     def is_broken(self) -> bool:

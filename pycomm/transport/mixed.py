@@ -141,6 +141,11 @@ class MixedTransport(Transport):
         with self.ending_both():
             self.outer.check_given_up(doing)
 
+    def check_lost(self, doing: str) -> None:
+        self.outer.calls = self.calls
+        with self.ending_both():
+            self.outer.check_lost(doing)
+
     def abandon(self) -> None:
         self.outer.calls = self.calls
         self.outer.abandon()
@@ -279,12 +284,22 @@ class MixedTransport(Transport):
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int) -> Transport | None:
+    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> Transport | None:
         if ranks is None or self.rank not in ranks:
             return None
+        if self.is_broken and self._failure is None:
+            # One part is, as a thread that listens has found. Who makes another group does not come back to this one,
+            # so those who wait for it in the other part are told.
+            with contextlib.suppress(TransportError), self.ending_both():
+                self.outer.check_whole("new_group")
+                self.inner.check_lost("new_group")
         topology = Topology.of_hosts([self.topology.host_of(rank) for rank in ranks])
         neighbours = [self._local[rank] for rank in ranks if rank in self._local]
-        return _join(topology, lambda: self.inner.split(neighbours, key), lambda: self.outer.split(ranks, key))
+        return _join(
+            topology,
+            lambda: self.inner.split(neighbours, key, with_all=with_all),
+            lambda: self.outer.split(ranks, key, with_all=with_all),
+        )
 
     def close(self) -> None:
         self._arrivals.close()

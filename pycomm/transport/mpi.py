@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -194,17 +193,15 @@ class MpiTransport(WatchedTransport):
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int) -> MpiTransport | None:
+    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> MpiTransport | None:
         if ranks is None or self.rank not in ranks:
             return None
         comm = self.open_communicator()
         rank = list(ranks).index(self.rank)
         watch = self.watch.split(ranks, rank, f"split{key}/{list(ranks)}")
         # MPI has no way to make a communicator without blocking. Once all members are here it does not block for long.
-        # It is the new group's watch that looks: this group may be broken, and the new one be made of those who live.
-        look = partial(self.check_members, ranks, watch, None if self.is_broken else self.watch)
         with self.making(watch, rank):
-            self._messages.meet(ranks, key, look)
+            self._messages.meet(ranks, key, self.look_at_members(ranks, watch, with_all))
             try:
                 members = comm.Get_group().Incl(list(ranks))
                 child = comm.Create_group(members, key % (self.largest_tag + 1))

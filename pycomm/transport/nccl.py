@@ -211,7 +211,7 @@ class NcclTransport(Transport):
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int) -> NcclTransport | None:
+    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> NcclTransport | None:
         is_member = ranks is not None and self.rank in ranks
         rank = list(ranks).index(self.rank) if ranks is not None and is_member else 0
         with self._calling("split", None) as communicator:

@@ -116,6 +116,9 @@ class ShmTransport(Transport):
         """Whether a rank has died, left or run out of time in this group."""
         return bool(self._group.is_broken)
 
+    def check_lost(self, doing: str) -> None:
+        self._group.check_lost(doing)
+
     def record_on(self, log: Any) -> None:
         self._group.record_on(log)
 
@@ -236,10 +239,10 @@ class ShmTransport(Transport):
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int) -> ShmTransport | None:
+    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> ShmTransport | None:
         if ranks is None or self.rank not in ranks:
             return None
-        area = self._group.area_of_child(ranks[0], key)
+        area = self._group.area_of_child(ranks[0], key, with_all)
         members = [self._host_ranks[r] for r in ranks]
         return ShmTransport(
             self._host, members, list(ranks).index(self.rank), f"{self._group_name}.{key}", area, self.timeout_s

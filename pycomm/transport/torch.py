@@ -24,7 +24,7 @@ import torch.distributed
 from ..errors import ConfigError, TransportError
 from ..types import ReduceOp
 from . import _wording as wording
-from ._gloo_group import Failed, Meeting, come_together, host_of, make_group
+from ._gloo_group import Failed, Meeting, come_together, connection_to, host_of, make_group
 from ._gloo_sockets import NOT_CORKED
 from ._patience import Patience
 from ._torch_exchange import PostedExchange
@@ -113,6 +113,7 @@ class TorchTransport(WatchedTransport):
         self.backends = _backends(group)
         self.devices = frozenset(self.backends)
         self._store = store
+        self._connection: Store | None = None  # to it, for the groups made from this one
         self._host = host
         self._is_callers = watch is None
         self.watch = Watch.nobody(self.rank) if watch is None else watch
@@ -239,7 +240,7 @@ class TorchTransport(WatchedTransport):
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int) -> TorchTransport | None:
+    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> TorchTransport | None:
         if ranks is None or self.rank not in ranks:
             return None
         if self._store is None or set(self.backends.values()) != {"gloo"}:
@@ -253,12 +254,17 @@ class TorchTransport(WatchedTransport):
         rank = list(ranks).index(self.rank)
         store, watch = dist.PrefixStore(name, self._store), self.watch.split(ranks, rank, name)
         patience = Patience(self.timeout_s)
-        look = partial(self.check_members, ranks, watch, None if self.is_broken else self.watch)
-        meeting = Meeting(store, rank, len(ranks), patience.looking(look), self._host)
+        connection, self._connection = self._connection or connection_to(self._store), None
+        look = self.look_at_members(ranks, watch, with_all)
+        meeting = Meeting(
+            store, dist.PrefixStore(name, connection), rank, len(ranks), patience.looking(look), self._host
+        )
         with self.making(watch, rank):
             if not come_together(meeting):
                 raise wording.timed_out(self.place("new_group"), patience.timeout_s, is_broken=False)
-            return _join(meeting._replace(patience=patience), watch, partial(self.failed_member, ranks))
+            made = _join(meeting._replace(patience=patience), watch, partial(self.failed_member, ranks))
+        self._connection = connection
+        return made
 
     def close(self) -> None:
         if self.group is not None:
@@ -405,7 +411,8 @@ def wrap(group: torch.distributed.ProcessGroup, timeout_s: float = 600.0) -> Tor
 def connect(spec: ConnectSpec) -> TorchTransport:
     """Joins the ranks by a gloo group of their own that meets in ``spec.store``."""
     patience = Patience(spec.timeout_s, spec.look)
-    meeting = Meeting(spec.store, spec.rank, spec.world_size, patience, host_of(spec))
+    connection = connection_to(spec.store)
+    meeting = Meeting(spec.store, connection, spec.rank, spec.world_size, patience, host_of(spec))
     watch = Watch.connect(spec.store, spec.rank, spec.world_size, patience)
     return _join(meeting, watch, partial(wording.failed, f"init on rank {spec.rank} of {spec.world_size}"))
 

@@ -1,0 +1,67 @@
+"""Programs of calls drawn at random (``programs.py``, which also runs by itself, for as long as one likes)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+
+import programs
+import pytest
+import torch
+
+import pycomm
+from harness import is_in_a_call, run_ranks, transport_params, wait_until
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("transport", transport_params())
+def test_programs(transport: str, seed: int) -> None:
+    run_ranks(3, programs.program, seed, 100, transport, transport=transport)
+
+
+@pytest.mark.parametrize("seed", [12, 13, 14])
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_programs_go_on_without_a_rank_that_is_killed(transport: str, seed: int) -> None:
+    victim = random.Random(seed).randrange(3)
+    told = run_ranks(3, programs.bereaved, seed, transport, transport=transport, casualties=[victim])
+    assert all(each for rank, each in enumerate(told) if rank != victim), "somebody was told of it"
+
+
+def dies_in_a_call_that_the_others_never_come_to(rank: int) -> None:
+    other = pycomm.new_group()
+    if rank == 1:
+        work = pycomm.all_reduce(torch.ones(5), async_op=True)
+        wait_until(is_in_a_call)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        work.wait()
+    with pytest.raises(pycomm.PeerLostError):
+        pycomm.barrier(other)
+    with pycomm.new_group([0, 2]) as survivors:
+        tensor = torch.full((1000,), rank + 1.0)
+        pycomm.all_reduce(tensor, group=survivors)
+        assert (tensor == 4).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+def test_a_group_is_made_without_one_that_died_in_a_call_that_the_others_never_come_to(transport: str) -> None:
+    run_ranks(3, dies_in_a_call_that_the_others_never_come_to, transport=transport, casualties=[1])
+
+
+def have_counted_differently(rank: int) -> None:
+    """What a failure in the middle of making groups leaves behind: some ranks have made one that others have not."""
+    world = pycomm.get_group()
+    world._splits += rank
+    two = pycomm.new_group([2, 0], sort_ranks=False)
+    with pycomm.new_group() as all_of_them:
+        for group in (two, all_of_them):
+            if isinstance(group, pycomm.Group):
+                tensor = torch.ones(3)
+                pycomm.all_reduce(tensor, group=group)
+                assert (tensor == group.world_size).all()
+
+
+@pytest.mark.parametrize("transport", transport_params())
+def test_ranks_that_have_counted_differently_still_meet(transport: str) -> None:
+    run_ranks(3, have_counted_differently, transport=transport)
