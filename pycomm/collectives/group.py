@@ -436,8 +436,9 @@ class Group(Observed):
             # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
             self.transport.calls += 1
             transport = self.transport.split(group_ranks, self._key_of(group_ranks or ()), with_all=with_all)
+            name = name or f"{self.name}.{self._splits}"
             if transport is not None:
-                transport.group_name = name = name or f"{self.name}.{self._splits}"
+                transport.group_name = name
             try:
                 if with_all:
                     self._agree_on_members(group_ranks, with_all)  # that all have made theirs
