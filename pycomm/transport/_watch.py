@@ -264,7 +264,7 @@ class Watch:
                     )
                 store.set(f"closed{self._rank}", json.dumps(_LastWord(calls, sent, received)))
                 store.set("news", "1")
-        self._store, self._closed_store = None, store
+        self._store, self._closed_store = None, store or self._closed_store
 
     def all_left(self, tag: int, received: Mapping[int, int]) -> Failure | None:
         """Says, by a trip to the store, whether all others have closed the group and what they sent with ``tag`` is

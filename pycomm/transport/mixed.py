@@ -90,12 +90,12 @@ class MixedTransport(Transport):
 
     @property
     def group_name(self) -> str:
-        """As errors between the hosts call the group."""
+        """As errors call the group."""
         return self.outer.group_name
 
     @group_name.setter
     def group_name(self, name: str) -> None:
-        self.outer.group_name = name
+        self.outer.group_name = self.inner.group_name = name
 
     def allocate(self, nbytes: int) -> Any:
         """Returns memory that every rank of this host can reach, as ``ShmTransport.allocate`` does."""

@@ -245,7 +245,7 @@ class ShmTransport(Transport):
         area = self._group.area_of_child(ranks[0], key, with_all)
         members = [self._host_ranks[r] for r in ranks]
         return ShmTransport(
-            self._host, members, list(ranks).index(self.rank), f"{self._group_name}.{key}", area, self.timeout_s
+            self._host, members, list(ranks).index(self.rank), f"{self._group_name}.new", area, self.timeout_s
         )
 
     def close(self) -> None:
