@@ -77,7 +77,7 @@ def end_while_a_group_is_made(rank: int) -> None:
     """A rank ends once the ranks have agreed to make a group; the others name it as the old group numbers it."""
     check_sum()
     if rank == VICTIM:
-        pycomm.get_group().transport.split = lambda *_: os._exit(9)  # type: ignore[method-assign]
+        pycomm.get_group().transport.split = lambda *_, **__: os._exit(9)  # type: ignore[method-assign]
     if rank == 0:
         assert not pycomm.new_group([1, 2, 3]), "it is no member, and needs nobody"
     else:
@@ -102,9 +102,9 @@ def be_interrupted_while_a_group_is_made(rank: int, path: str, moment: str) -> N
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        def be_interrupted(*arguments: Any) -> Any:
+        def be_interrupted(*arguments: Any, **named: Any) -> Any:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            return split(*arguments)
+            return split(*arguments, **named)
 
         with pytest.raises(KeyboardInterrupt):
             if moment == "agreeing":
@@ -115,9 +115,9 @@ def be_interrupted_while_a_group_is_made(rank: int, path: str, moment: str) -> N
         Path(path).touch()
     else:
 
-        def come_late(*arguments: Any) -> Any:
+        def come_late(*arguments: Any, **named: Any) -> Any:
             wait_until(Path(path).exists)
-            return split(*arguments)
+            return split(*arguments, **named)
 
         if moment == "agreeing":
             wait_until(Path(path).exists)
