@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 
@@ -24,7 +23,7 @@ def test_programs(transport: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [12, 13, 14])
 @pytest.mark.parametrize("transport", ["shm", "torch"])
 def test_programs_go_on_without_a_rank_that_is_killed(transport: str, seed: int) -> None:
-    victim = random.Random(seed).randrange(3)
+    victim = programs.victim_of(seed, 3)
     told = run_ranks(3, programs.bereaved, seed, transport, transport=transport, casualties=[victim])
     assert all(each for rank, each in enumerate(told) if rank != victim), "somebody was told of it"
 
