@@ -121,6 +121,7 @@ void bind_group(py::module_& m) {
       .def("check_lost", &Group::check_lost, py::arg("doing"))
       .def("record_on", &Group::record_on, py::arg("log"))
       .def("set_name", &Group::set_name, py::arg("name"))
+      .def("look_elsewhere_by", [](Group& g, const py::function& look) { g.look_elsewhere_by(asking(look.ptr())); }, py::arg("look"))
       .def_property_readonly("is_broken", &Group::is_broken)
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))
       .def("area_of_child", &Group::area_of_child, py::arg("leader"), py::arg("key"), py::arg("with_all"), NoGil())

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <new>
 
 #include "../shm/errors.h"
@@ -75,6 +76,20 @@ void check_interrupt() {
   if (has_no_signals) return;
   const WithGil gil;
   if (PyErr_CheckSignals() != 0) throw PythonError();
+}
+
+std::function<void()> asking(PyObject* look) {
+  Py_INCREF(look);
+  const std::shared_ptr<PyObject> held(look, [](PyObject* its) {
+    const WithGil gil;
+    Py_DECREF(its);
+  });
+  return [held] {
+    const WithGil gil;
+    PyObject* const answer = PyObject_CallNoArgs(held.get());
+    if (answer == nullptr) throw PythonError();
+    Py_DECREF(answer);
+  };
 }
 
 }  // namespace pycomm

@@ -4,10 +4,11 @@
 #include <Python.h>
 
 #include <exception>
+#include <functional>
 
 namespace pycomm {
 
-// Thrown by check_interrupt when a signal handler raised: the Python error is set already.
+// Thrown when what was called in a wait (a signal handler, `look` below) raised: the Python error is set already.
 struct PythonError : std::exception {};
 
 // Sets the Python error for the C++ exception being handled. Needs the GIL.
@@ -16,6 +17,9 @@ void set_python_error();
 // Runs pending signal handlers (Ctrl-C); throws PythonError if one of them raised. Called without the GIL, which it takes
 // to ask, unless WithoutSignals is in scope.
 void check_interrupt();
+
+// Returns what calls `look`, a Python function without arguments, and throws PythonError if that raises.
+std::function<void()> asking(PyObject* look);
 
 // Is in scope in a thread that is not Python's main one: signal handlers never run there, so there is nothing to ask for.
 class WithoutSignals {

@@ -113,6 +113,11 @@ void Group::set_name(const std::string& name) {
   mailbox_->set_name(name);
 }
 
+void Group::look_elsewhere_by(const std::function<void()>& look) {
+  waiter_->look_elsewhere_by(look);
+  mailbox_->look_elsewhere_by(look);
+}
+
 void Group::close() {
   if (is_closed_) return;
   is_closed_ = true;

@@ -144,6 +144,9 @@ class Group {
   }
   bool is_broken() const { return load_acquire(reinterpret_cast<const Control*>(area_)->failure) != 0; }
   void set_name(const std::string& name);  // as the errors call the group
+  // Calls and messages that wait long ask `look`; see Waiter. The making of groups from this one does not: it may be of those
+  // who live.
+  void look_elsewhere_by(const std::function<void()>& look);
   // From now on the calls are written on the process's board; see [Note: the board].
   void record_on(std::shared_ptr<Log> log);
 

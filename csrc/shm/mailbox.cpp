@@ -213,7 +213,7 @@ void Mailbox::look_on(std::unique_lock<std::mutex>& lock, const Message& message
 
 void Mailbox::look_around(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
   lock.unlock();
-  waiter_.check_interrupt();
+  waiter_.ask_caller();
   lock.lock();
   check(lock, message, deadline);
 }

@@ -65,7 +65,7 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
     doze(peer, is_ready, nap_ns);
     if (is_ready()) return;
     try {
-      setup_.check_interrupt();
+      ask_caller();
     } catch (...) {  // this rank leaves in the middle of a call, and the others must not wait for it
       declare(FailureKind::kInterrupted, setup_.rank);
       throw;

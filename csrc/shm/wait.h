@@ -16,7 +16,8 @@
 // and the sleeper sees the flag. Where membarrier is missing the publisher fences.
 //
 // A sleeper wakes every few milliseconds to look whether the awaited rank lives ([Note: dying]), whether somebody
-// declared the group broken, whether its deadline has passed and whether a signal (Ctrl-C) wants the thread.
+// declared the group broken, whether its deadline has passed, whether a signal (Ctrl-C) wants the thread and, where these
+// ranks are a part of a larger group, whether that is broken.
 #pragma once
 
 #include <atomic>
@@ -125,12 +126,17 @@ class Waiter {
 
   // To be called before a wait that may take long; see Setup.
   void about_to_block() const { setup_.about_to_block(); }
-  // Runs pending signal handlers; throws if one of them raised.
-  void check_interrupt() const { setup_.check_interrupt(); }
+  // What long waits ask between two naps: runs pending signal handlers, and looks elsewhere; throws what either says.
+  void ask_caller() const {
+    setup_.check_interrupt();
+    if (look_elsewhere_) look_elsewhere_();
+  }
 
   Where where(const char* doing) const;
   void name(std::string group, const std::uint64_t* seq) { group_ = std::move(group), seq_ = seq; }
   void record_on(Log* log) { log_ = log; }  // tells the board whom the call under way waits for
+  // Before there is anything to wait for. `look` throws if the call is in vain for a reason that these ranks do not see.
+  void look_elsewhere_by(std::function<void()> look) { look_elsewhere_ = std::move(look); }
   void declare(FailureKind kind, int culprit);
   void leave();  // tells those who wait for this rank, now or later, that it has closed the group
 
@@ -150,6 +156,7 @@ class Waiter {
   std::string group_;
   const std::uint64_t* seq_ = nullptr;
   Log* log_ = nullptr;
+  std::function<void()> look_elsewhere_;
   std::atomic<unsigned> looks_{0};  // around; a mailbox has two threads that look
   bool must_fence_;
   std::int64_t patience_ns_;  // how long to yield; [Note: patience]

@@ -106,6 +106,8 @@ class GroupCompression:
             between = group.subgroup(peers, f"{group.name}.between", with_all=True)
             assert inside is not None and between is not None, "this rank is in both"
             self._hosts = inside, between
+            for part in self._hosts:
+                part.transport.look_also_at(group.transport)
 
     def _leave_hosts(self, verb: str) -> None:
         """Closes the two groups after a failure in one of them, so that who waits for this rank in the other is told.

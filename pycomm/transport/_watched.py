@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CollectiveTimeoutError, PeerLostError
 from . import _wording as wording
 from ._watch import SLICE_S
-from .base import ANNOUNCEMENT_TAG, Request, Transport
+from .base import ANNOUNCEMENT_TAG, Request, Transport, look_at
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ class WatchedTransport(Transport):
 
     watch: Watch
     _messages: Any  # each transport's own kind; all have these two
+    _larger: weakref.ref[Transport] | None = None
     _glance_s = 0.0  # when who only asks looks around next; 0.0: nobody has yet
 
     @property
@@ -68,10 +70,25 @@ class WatchedTransport(Transport):
         this rank's is as good as done, whenever this rank's own thread comes to hear of it.
         """
         failure = self.watch.look(self.calls, message)
-        if failure is None or is_done():
+        if failure is None:
+            if self._larger is not None:
+                look_at(self._larger)
+            return
+        if is_done():
             return
         if message is None or not message.is_sent or not self.watch.has_taken(message):
             raise self.failed(doing, failure)
+
+    def look_around(self) -> None:
+        self.watch.start_wait()
+        failure = self.watch.look(self.calls)
+        if failure is not None:
+            raise self.failed("a call", failure)
+        if self._larger is not None:
+            look_at(self._larger)
+
+    def look_also_at(self, larger: Transport) -> None:
+        self._larger = weakref.ref(larger)
 
     def glance(self, doing: str, message: Message, is_done: Callable[[], bool]) -> None:
         """``check`` once in a while, for who asks again and again whether ``message`` is complete and never waits.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     MeanwhileOnHost = Callable[[Sequence[torch.Tensor]], None]
     ExchangeAmong = Callable[[torch.Tensor, str, float | None, Meanwhile | None], torch.Tensor]
 
-__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport", "has_ended"]
+__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport", "has_ended", "look_at"]
 
 # Tags of messages. Users have those below; from there on, two rounds of messages whose sizes the ranks have agreed on,
 # which need not say them, announcements (mixed.py), four for plans (algorithms/executor.py), and two more. MPI promises
@@ -223,6 +224,17 @@ class Transport(ABC):
         """
         return None
 
+    def look_around(self) -> None:
+        """Looks once, in a wait that is not of this group, at who of it lives; raises what broke it."""
+        return None
+
+    def look_also_at(self, larger: Transport) -> None:
+        """Has long waits look at the ranks of ``larger``, too, of which those of this group do a part of the work. They
+        may all wait for one another where one is lost that they do not see: one in a call, another in one that comes
+        later, because it was told. Called once, before there is anything to wait for.
+        """
+        return None
+
     def exchanger(self, nbytes: int) -> Exchange:
         """Returns what swaps frames of ``nbytes`` as ``exchange`` does, for many swaps beside large transfers.
 
@@ -369,3 +381,10 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything back. Never blocks on a peer, never raises; may be called twice."""
+
+
+def look_at(larger: weakref.ref[Transport]) -> None:
+    """Does what ``look_also_at`` says, for who must not keep the larger group, which keeps it."""
+    transport = larger()
+    if transport is not None:
+        transport.look_around()

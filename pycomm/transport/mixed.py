@@ -8,6 +8,9 @@ reduce_scatter (``_mixed_shards.py``) are composed of both; the other collective
 What fails in one transport ends the group in both: the rank that got the error closes both, so whoever waits for it,
 on its host or on another, gets an error too, and closes its own. So a death reaches every rank of the group. A message
 of a user that does not come in time ends nothing: it may come yet.
+
+Who waits inside a host looks at the other hosts now and then, for what the ranks of his own cannot tell him: they may
+all wait for one another, one in a call, another in a message that will not be sent any more.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class MixedTransport(Transport):
             self.native = frozenset({"all_reduce"})
             if inner.takes_rows and [*chain(*topology.hosts)] == [*range(self.world_size)]:  # a host's block is one
                 self.native |= {"all_gather_single", "reduce_scatter_single"}
+        inner.look_also_at(self)
 
     @property
     def timeout_s(self) -> float:
@@ -145,6 +149,13 @@ class MixedTransport(Transport):
         self.outer.calls = self.calls
         with self.ending_both():
             self.outer.check_lost(doing)
+
+    def look_around(self) -> None:
+        self.outer.calls = self.calls
+        self.outer.look_around()
+
+    def look_also_at(self, larger: Transport) -> None:
+        self.outer.look_also_at(larger)
 
     def abandon(self) -> None:
         self.outer.calls = self.calls

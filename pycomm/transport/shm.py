@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +23,7 @@ from ..types import VERBS, ReduceOp, dtype_of_name
 from ._handoff import share_memory
 from ._patience import Patience
 from ._wording import CODES
-from .base import Request, Transport
+from .base import Request, Transport, look_at
 
 if TYPE_CHECKING:
     from . import ConnectSpec
@@ -118,6 +120,12 @@ class ShmTransport(Transport):
 
     def check_lost(self, doing: str) -> None:
         self._group.check_lost(doing)
+
+    def look_around(self) -> None:
+        self._group.check_lost("a call")
+
+    def look_also_at(self, larger: Transport) -> None:
+        self._group.look_elsewhere_by(partial(look_at, weakref.ref(larger)))
 
     def record_on(self, log: Any) -> None:
         self._group.record_on(log)

@@ -21,10 +21,11 @@ def test_programs(transport: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [12, 13, 14])
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
 def test_programs_go_on_without_a_rank_that_is_killed(transport: str, seed: int) -> None:
-    victim = programs.victim_of(seed, 3)
-    told = run_ranks(3, programs.bereaved, seed, transport, transport=transport, casualties=[victim])
+    world_size = 4 if transport == "mixed" else 3  # two hosts of two
+    victim = programs.victim_of(seed, world_size)
+    told = run_ranks(world_size, programs.bereaved, seed, transport, transport=transport, casualties=[victim])
     assert all(each for rank, each in enumerate(told) if rank != victim), "somebody was told of it"
 
 
@@ -46,6 +47,25 @@ def dies_in_a_call_that_the_others_never_come_to(rank: int) -> None:
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
 def test_a_group_is_made_without_one_that_died_in_a_call_that_the_others_never_come_to(transport: str) -> None:
     run_ranks(3, dies_in_a_call_that_the_others_never_come_to, transport=transport, casualties=[1])
+
+
+def waits_for_one_of_its_host_who_has_been_told(rank: int) -> None:
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerLostError, match="rank 3"):
+        if rank == 0:
+            pycomm.recv(torch.ones(5), 1)
+        else:
+            pycomm.barrier()
+    with pycomm.new_group([0, 1, 2]) as survivors:
+        tensor = torch.full((1000,), rank + 1.0)
+        pycomm.all_reduce(tensor, group=survivors)
+        assert (tensor == 6).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+def test_a_wait_inside_a_host_sees_a_death_on_another(transport: str) -> None:
+    run_ranks(4, waits_for_one_of_its_host_who_has_been_told, transport=transport, casualties=[3])
 
 
 def have_counted_differently(rank: int) -> None:
