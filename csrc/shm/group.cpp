@@ -210,6 +210,8 @@ void Group::report_mismatch(const Call& call) {
   window_ += kMostSteps + 1;
   cursor_ = 0;
   if (log_ != nullptr) log_->fail();
+  // One of the calls may be that of a rank that has died since, another one that of a rank which goes on without it.
+  check_lost(verb_name(call.verb));
   std::vector<std::pair<std::uint64_t, std::uint64_t>> calls;
   for (int r = 0; r < ranks_; ++r) calls.emplace_back(header(r).call, header(r).numel);
   throw Mismatch("calls", waiter_->where(verb_name(call.verb)), {}, std::move(calls));

@@ -33,6 +33,7 @@ from ..transport.base import FRAME_COMPARED_BYTES, FRAME_HEADER_BYTES
 from ..types import ReduceOp, dtype_of_name
 
 if TYPE_CHECKING:
+    from ..errors import CollectiveMismatchError
     from ..transport.base import Meanwhile, MeanwhileOnHost, Transport
     from .executor import Collective
 
@@ -144,7 +145,7 @@ class Agreement:
             call.look_at(self._look_up(frames).addresses)
             self._looked_at = frames
         if not call.agrees():
-            raise wording.mismatch(transport.place("all_reduce"), _describe(self._look_up(frames).rows))
+            raise self._mismatch("all_reduce", self._look_up(frames).rows)
         if is_framed:
             call.reduce()
 
@@ -163,6 +164,7 @@ class Agreement:
         lists = [None if row[0] == _OUTSIDE else list(row[1 : 1 + row[0]]) for row in table]
         # A rank may also pass a list that it is not in: torch wants every rank to name the members.
         if any(lists[rank] != members for members in lists if members is not None for rank in members):
+            transport.check_lost(verb)
             rows = [f"new_group({'none' if members is None else members})" for members in lists]
             raise wording.mismatch(transport.place(verb), rows)
 
@@ -217,8 +219,17 @@ class Agreement:
         mine = header[:FRAME_COMPARED_BYTES]
         for other in swapped.compared:
             if other != mine:
-                raise wording.mismatch(transport.place(verb), _describe(swapped.rows))
+                raise self._mismatch(verb, swapped.rows)
         return swapped
+
+    def _mismatch(self, verb: str, rows: Sequence[memoryview]) -> CollectiveMismatchError:
+        """Returns the error of ranks that call different things, by the bytes of their frames.
+
+        Raises PeerLostError if that is because one of them knows of a lost rank and makes a group without it.
+        """
+        if any(row[0] == wording.CODES["new_group"] for row in rows):
+            self._transport.check_lost(verb)
+        return wording.mismatch(self._transport.place(verb), _describe(rows))
 
     def _on_host(self, meanwhile: Meanwhile | None) -> MeanwhileOnHost | None:
         """Returns what does ``meanwhile`` if the frames of this host's ranks, that it is given, are like this one's."""

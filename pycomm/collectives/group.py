@@ -6,11 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from hashlib import blake2b
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -18,10 +15,9 @@ import torch
 
 from ..algorithms._agreement import count_call
 from ..algorithms.engine import Engine
-from ..algorithms.executor import Collective, meet
+from ..algorithms.executor import Collective
 from ..algorithms.selection import Choice, Selector
-from ..config import seconds
-from ..errors import CollectiveMismatchError, ConfigError, PeerLostError, TransportError
+from ..errors import ConfigError, TransportError
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
@@ -30,6 +26,7 @@ from .hooks import SHORT_CUT_MESSAGES, SHORT_CUT_VERBS, CollectiveRecord, make_r
 from .observed import Observed
 from .scope import Scope, Turn, Turns
 from .short_frames import short_cuts_by_frames
+from .subgroups import Subgroups
 from .work import Work
 from .worker import Worker
 
@@ -80,18 +77,16 @@ class Group(Observed):
 
     __slots__ = (
         "__weakref__",
-        "_children",
         "_closers",
         "_compression",
         "_engine",
         "_is_closed",
-        "_made",
         "_on_close",
         "_pending",
         "_ranks",
         "_recorder",
         "_seq",
-        "_splits",
+        "_subgroups",
         "_turns",
         "_worker",
         *(f"fast_{verb}" for verb in (*SHORT_CUT_VERBS, *SHORT_CUT_MESSAGES)),
@@ -139,9 +134,7 @@ class Group(Observed):
         self._pending: Any = None  # the coalescing context that is open, see coalescing.py
         self._worker = Worker(f"pycomm-{name}")
         self._seq = 0
-        self._splits = 0
-        self._made: Counter[tuple[int, ...]] = Counter()  # groups of this one's ranks
-        self._children: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._subgroups = Subgroups()
         self.orphans: list[Request] = []  # messages under way whose handles were dropped
         self._closers: list[Callable[[], bool]] = []
         self._is_closed = False
@@ -267,7 +260,7 @@ class Group(Observed):
             self.check_open()
             self.settle()
             turn = self.turn(verb)
-            with turn, self.scope(verb), self._on_board(verb, nbytes):
+            with turn, self.scope(verb), self.on_board(verb, nbytes):
                 turn.begin()
                 count_call(self.transport, verb)
                 return exchange(frame, verb, self.timeout_s)
@@ -357,7 +350,7 @@ class Group(Observed):
                 recorder.end(report, has_failed=not is_done)
         return report
 
-    def _on_board(self, verb: str, nbytes: int = 0) -> AbstractContextManager[None]:
+    def on_board(self, verb: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """The span of an exchange of ``nbytes``, on the board if there is one."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.exchange(verb, nbytes)
 
@@ -425,64 +418,15 @@ class Group(Observed):
         who live may make it of themselves.
         """
         self.check_open()
-        timeout_s = None if timeout is None else seconds(timeout)
         self.settle()
-        turn = self.turn("new_group")
-        with turn, self.scope("new_group"):
-            turn.begin()
-            selector = self.engine.selector  # made out with all ranks, also those outside
-            self._agree_on_members(group_ranks, with_all)
-            self._splits += 1  # no sooner: a rank that called something else has counted nothing
-            # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
-            self.transport.calls += 1
-            transport = self.transport.split(group_ranks, self._key_of(group_ranks or ()), with_all=with_all)
-            name = name or f"{self.name}.{self._splits}"
-            if transport is not None:
-                transport.group_name = name
-            try:
-                if with_all:
-                    self._agree_on_members(group_ranks, with_all)  # that all have made theirs
-                elif transport is not None:
-                    meet(transport)  # within this group's timeout: the new one's is that of its calls
-            except BaseException:
-                if transport is not None:
-                    transport.close()
-                raise
-            if transport is None or group_ranks is None:
-                return None
-            if timeout_s is not None:
-                transport.timeout_s = timeout_s
+        transport = self._subgroups.join(self, group_ranks, name, timeout, with_all=with_all)
+        if transport is None or group_ranks is None:
+            return None
         ranks = [self._ranks[rank] for rank in group_ranks]
-        child = Group(transport, name, ranks, selector=selector.within(transport, group_ranks))
-        self._children.add(child)
+        selector = self.engine.selector.within(transport, group_ranks)
+        child = Group(transport, transport.group_name, ranks, selector=selector)
+        self._subgroups.add(child)
         return child
-
-    def _agree_on_members(self, group_ranks: Sequence[int] | None, with_all: bool) -> None:
-        """Raises CollectiveMismatchError if the ranks name different members. After a failure only those who live, and
-        who call this to go on without the others, are left to ask: then they meet in the new group alone.
-        """
-        if self.transport.is_broken and not with_all:
-            return
-        try:
-            try:
-                with self._on_board("new_group"):
-                    self.engine.agreement.agree_on_members(group_ranks, self.timeout_s)
-                    # One that came late may find all that the others sent before they gave up, and wait for them.
-                    self.transport.check_given_up("new_group")
-            except CollectiveMismatchError:
-                self.transport.check_lost("new_group")  # it may have died in a call that the others never came to
-                raise
-        except PeerLostError as error:
-            if with_all or group_ranks is None or error.rank in group_ranks:
-                raise
-
-    def _key_of(self, group_ranks: Sequence[int]) -> int:
-        """Returns what names the next group of these members to them, a positive int64: by nothing else than who they
-        are, and how many they have made. After a failure the ranks have made different groups, or none.
-        """
-        members = tuple(group_ranks)
-        self._made[members] += 1
-        return int.from_bytes(blake2b(f"{members} {self._made[members]}".encode(), digest_size=8).digest()) >> 1
 
     def add_closer(self, closer: Callable[[], bool]) -> None:
         """Calls ``closer()`` as the group closes, before its transport does; it says whether nothing uses that any
@@ -502,7 +446,7 @@ class Group(Observed):
         if self._is_closed:
             return
         are_done = [closer() for closer in self._closers]
-        for child in list(self._children):
+        for child in self._subgroups.all:
             child._close(deadline)
         self._is_closed = True
         self._refresh_fast()

@@ -1,6 +1,7 @@
 """Programs that no person would write: calls of any kind, in any order, on any groups, many of them under way at once.
 
     python tests/conformance/programs.py --transport shm --ranks 3 --seed 4711 --steps 2000
+    python tests/conformance/programs.py --transport mixed --ranks 4 --programs 20 --loses killed     # losses.py
 
 All ranks of a program draw the same numbers, so they make the same calls, each of which is checked against torch. What
 may differ between ranks differs: how a tensor lies in memory, how long a rank dawdles, in which order it waits. After
@@ -11,11 +12,8 @@ after a call that cannot be right an error on every rank that says so, and group
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +37,6 @@ VERBS = ["all_reduce", "all_reduce", "all_reduce", "broadcast", "reduce", "gathe
 VERBS += ["all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_to_all"]
 VERBS += ["all_to_all_single"]
 MOST_GROUPS = 6
-# By a call that the lost rank had begun, too: another one that knows of the loss already may call new_group by then.
-_TOLD = (pycomm.PeerLostError, pycomm.CollectiveMismatchError)
 MOST_UNDER_WAY = 6
 
 
@@ -502,69 +498,25 @@ def program(rank: int, seed: int, steps: int, transport: str) -> None:
     Program(rank, seed, transport).run(steps)
 
 
-def victim_of(seed: int, ranks: int) -> int:
-    """The rank that dies in the program ``seed``."""
-    return random.Random(seed).randrange(ranks)
-
-
-def bereaved(rank: int, seed: int, transport: str) -> list[str]:
-    """A program in which a rank is killed: what is under way ends, rightly or with an error, and the others go on."""
-    ranks = pycomm.world_size()
-    victim = victim_of(seed, ranks)
-    if rank == victim:
-        threading.Timer(random.Random(seed).uniform(0.0, 1.5), os.kill, (os.getpid(), signal.SIGKILL)).start()
-    told: list[str] = []
-    program = Program(rank, seed, transport)
-    try:
-        program.run(1_000_000)
-    except _TOLD as error:
-        told.append(str(error))
-    for made in program.groups[1:]:  # so that nobody waits for this rank in one of those without the dead one
-        if not rank_is_out(made.group):
-            made.group.close()
-    for work, check, what in program.under_way:
-        try:
-            work.wait()
-            check()
-            told.append(f"done: {what}")
-        except (pycomm.TransportError, pycomm.CollectiveMismatchError) as error:  # or: this rank has closed the group
-            assert not isinstance(error, pycomm.CollectiveTimeoutError), what
-            told.append(str(error))
-        except Exception as error:
-            error.add_note(f"waiting for {what}, after {told}")
-            raise
-    # In an order that no step gives: one that is told later may make a group of the same ranks in a step of its own.
-    left = [member for member in reversed(range(ranks)) if member != victim]
-    survivors = pycomm.new_group(left, sort_ranks=False)
-    assert isinstance(survivors, pycomm.Group)
-    Program(rank, seed + 1, transport, survivors).run(30)
-    return told
-
-
 def main() -> None:
+    import losses
+
+    from harness import run_ranks
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--programs", type=int, default=1)
-    parser.add_argument("--kill", action="store_true", help="one rank, at any moment")
+    parser.add_argument("--loses", choices=losses.HOW, help="one rank, at any moment")
     options = parser.parse_args()
-    from harness import run_ranks
 
     for seed in range(options.seed, options.seed + options.programs):
         begin = time.monotonic()
         print(f"seed {seed}", end=" ", flush=True)
-        if options.kill:
-            told = run_ranks(
-                options.ranks,
-                bereaved,
-                seed,
-                options.transport,
-                transport=options.transport,
-                casualties=[victim_of(seed, options.ranks)],
-                timeout_s=60,
-            )
+        if options.loses:
+            told = losses.run(options.ranks, seed, options.transport, options.loses, timeout_s=60)
             print(*(len(each) for each in told if each), end=" ")
         else:
             run_ranks(options.ranks, program, seed, options.steps, options.transport, transport=options.transport)

@@ -1,4 +1,4 @@
-"""Programs of calls drawn at random (``programs.py``, which also runs by itself, for as long as one likes)."""
+"""Programs of calls drawn at random (``programs.py``, which also runs by itself, at length), also with a rank lost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 
+import losses
 import programs
 import pytest
 import torch
@@ -22,11 +23,9 @@ def test_programs(transport: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [12, 13, 14])
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
-def test_programs_go_on_without_a_rank_that_is_killed(transport: str, seed: int) -> None:
-    world_size = 4 if transport == "mixed" else 3  # two hosts of two
-    victim = programs.victim_of(seed, world_size)
-    told = run_ranks(world_size, programs.bereaved, seed, transport, transport=transport, casualties=[victim])
-    assert all(each for rank, each in enumerate(told) if rank != victim), "somebody was told of it"
+@pytest.mark.parametrize("how", losses.HOW)
+def test_programs_go_on_without_a_rank_that_is_lost(how: str, transport: str, seed: int) -> None:
+    losses.run(4 if transport == "mixed" else 3, seed, transport, how)  # two hosts of two
 
 
 def dies_in_a_call_that_the_others_never_come_to(rank: int) -> None:
@@ -71,7 +70,7 @@ def test_a_wait_inside_a_host_sees_a_death_on_another(transport: str) -> None:
 def have_counted_differently(rank: int) -> None:
     """What a failure in the middle of making groups leaves behind: some ranks have made one that others have not."""
     world = pycomm.get_group()
-    world._splits += rank
+    world._subgroups._calls += rank
     two = pycomm.new_group([2, 0], sort_ranks=False)
     with pycomm.new_group() as all_of_them:
         for group in (two, all_of_them):

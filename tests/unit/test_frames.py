@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
 
 from pycomm.algorithms._agreement import FRAMES, Agreement, fits_frames
 from pycomm.algorithms.executor import Collective
-from pycomm.errors import CollectiveMismatchError
+from pycomm.errors import CollectiveMismatchError, PeerLostError
 from pycomm.transport._mpi_frames import Expected
 from pycomm.transport.base import Request, Transport
 from pycomm.types import DTYPES, ReduceOp
@@ -159,6 +159,30 @@ def test_the_shortest_way_reduces_every_type_as_the_other_does() -> None:
                 continue
             by_the_shortest_way(agreement, short)
             assert torch.equal(ordinary.view(torch.uint8), short.view(torch.uint8)), dtype.name
+
+    on_all_ranks(1024, act)
+
+
+def test_who_makes_a_group_may_know_of_a_lost_rank_and_is_no_mismatch_then() -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        def check_lost(doing: str) -> NoReturn:
+            raise PeerLostError(f"{doing}: rank 7 is lost", rank=7)
+
+        barrier = Collective(verb="barrier", input=None, output=None)
+        transport.check_lost = check_lost  # type: ignore[method-assign]
+        for others in ([0, 2], [0, 1, 2]):  # one rank has been told, those that it does not list have not
+            with pytest.raises(PeerLostError, match="rank 7"):
+                if rank == 0:
+                    agreement.agree_on_members([0, 2], None)
+                elif others == [0, 2]:
+                    agreement.run(barrier, FRAMES, None)
+                else:
+                    agreement.agree_on_members(others, None)
+        with pytest.raises(CollectiveMismatchError):
+            if rank == 0:
+                by_the_shortest_way(agreement, torch.ones(3))
+            else:
+                agreement.run(barrier, FRAMES, None)
 
     on_all_ranks(1024, act)
 

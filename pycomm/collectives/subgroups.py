@@ -1,0 +1,94 @@
+"""The groups made of one group's ranks: how their members come to mean the same one, whoever else lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from ..algorithms.executor import meet
+from ..config import seconds
+from ..errors import PeerLostError
+
+if TYPE_CHECKING:
+    from ..algorithms._agreement import Agreement
+    from ..transport.base import Transport
+    from .group import Group
+
+__all__ = ["Subgroups"]
+
+
+class Subgroups:
+    """Those of one group, which passes itself: a reference back would keep it, and its memory, from going at once."""
+
+    __slots__ = ("_calls", "_made", "_open")
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._calls = 0  # also of those that made groups of other ranks
+        self._made: Counter[tuple[int, ...]] = Counter()
+        self._open: weakref.WeakSet[Group] = weakref.WeakSet()
+
+    @property
+    def all(self) -> list[Group]:
+        """The groups that somebody holds."""
+        return list(self._open)
+
+    def add(self, made: Group) -> None:
+        """Remembers ``made`` as long as somebody holds it."""
+        self._open.add(made)
+
+    def join(
+        self, group: Group, group_ranks: Sequence[int] | None, name: str | None, timeout: Any, *, with_all: bool
+    ) -> Transport | None:
+        """Joins members of ``group``, which has no call outstanding, as ``Group.subgroup`` says; None on others."""
+        timeout_s = None if timeout is None else seconds(timeout)
+        turn = group.turn("new_group")
+        with turn, group.scope("new_group"):
+            turn.begin()
+            agreement = group.engine.agreement  # made with all ranks, also those outside
+            _agree_on_members(group, agreement, group_ranks, with_all)
+            self._calls += 1  # no sooner: a rank that called something else has counted nothing
+            # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
+            group.transport.calls += 1
+            transport = group.transport.split(group_ranks, self._key_of(group_ranks or ()), with_all=with_all)
+            if transport is not None:
+                transport.group_name = name or f"{group.name}.{self._calls}"
+            try:
+                if with_all:
+                    _agree_on_members(group, agreement, group_ranks, with_all)  # that all have made theirs
+                elif transport is not None:
+                    meet(transport)  # within this group's timeout: the new one's is that of its calls
+            except BaseException:
+                if transport is not None:
+                    transport.close()
+                raise
+            if transport is not None and timeout_s is not None:
+                transport.timeout_s = timeout_s
+            return transport
+
+    def _key_of(self, group_ranks: Sequence[int]) -> int:
+        """Returns what names the next group of these members to them, a positive int64: by nothing else than who they
+        are, and how many they have made. After a failure the ranks have made different groups, or none.
+        """
+        members = tuple(group_ranks)
+        self._made[members] += 1
+        return int.from_bytes(blake2b(f"{members} {self._made[members]}".encode(), digest_size=8).digest()) >> 1
+
+
+def _agree_on_members(group: Group, agreement: Agreement, group_ranks: Sequence[int] | None, with_all: bool) -> None:
+    """Raises CollectiveMismatchError if the ranks name different members. After a failure only those who live, and who
+    call this to go on without the others, are left to ask: then they meet in the new group alone.
+    """
+    if group.transport.is_broken and not with_all:
+        return
+    try:
+        with group.on_board("new_group"):
+            agreement.agree_on_members(group_ranks, group.timeout_s)
+            # One that came late may find all that the others sent before they gave up, and wait for them.
+            group.transport.check_given_up("new_group")
+    except PeerLostError as error:
+        if with_all or group_ranks is None or error.rank in group_ranks:
+            raise
