@@ -19,6 +19,7 @@ from ..monitor.boards import Board, GroupOnBoard
 from ..monitor.lateness import StragglerReport, stragglers_on
 from ..sizes import format_bytes
 from ._arguments import check_output, positive, positive_int
+from ._interrupt import INTERRUPT
 from ._jobs import Job, find_jobs, no_job, rank_cells, verdicts
 
 if TYPE_CHECKING:
@@ -192,11 +193,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.svg:
             console.save_svg(options.svg, title="pycomm top")
         return 0
+    INTERRUPT.listen()
     try:
         with Live(picture, console=console, screen=True, auto_refresh=False) if is_terminal else nullcontext() as live:
             while True:
                 time.sleep(options.every)
                 picture = _look(rates, options.pid)
+                INTERRUPT.raise_again()
                 if live is None:
                     console.print(picture, "")
                     sys.stdout.flush()

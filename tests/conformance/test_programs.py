@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
+import dist_programs
 import losses
 import programs
 import pytest
@@ -83,3 +85,9 @@ def have_counted_differently(rank: int) -> None:
 @pytest.mark.parametrize("transport", transport_params())
 def test_ranks_that_have_counted_differently_still_meet(transport: str) -> None:
     run_ranks(3, have_counted_differently, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+def test_programs_of_torch_distributed(tmp_path: Path, transport: str) -> None:
+    ranks = 4 if transport == "mixed" else 3
+    run_ranks(ranks, dist_programs.program, 4, 60, transport, str(tmp_path), transport=transport)

@@ -102,13 +102,17 @@ def look_by_top(rank: int, path: str) -> list[str]:
     work = pycomm.all_reduce(torch.ones(4), async_op=True)
     if rank == 0:
         command = [sys.executable, "-m", "pycomm", "top", "--every", "0.3", "--pid", str(os.getpid())]
-        environ = {**os.environ, "COLUMNS": "60"}
+        environ = {**os.environ, "COLUMNS": "60", "PYTHONFAULTHANDLER": "1"}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as top:
             assert top.stdout is not None
             while sum(line.startswith("0 ") for line in seen) < 3:
                 seen.append(top.stdout.readline())
             top.send_signal(signal.SIGINT)
-            assert top.wait(timeout=900) == 0
+            try:
+                assert top.wait(timeout=300) == 0
+            except subprocess.TimeoutExpired:
+                top.send_signal(signal.SIGABRT)  # says where it is
+                raise
         (Path(path) / "seen").touch()
     work.wait()
     return seen

@@ -139,8 +139,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace, settings: Settings) -> int:
     """Starts the jobs and drives them from this process."""
+    from .._interrupt import INTERRUPT
     from .facts import machine_facts
-    from .job import INTERRUPT
     from .report import Report
     from .session import start_jobs
 

@@ -18,15 +18,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ...errors import PycommError
+from .._interrupt import INTERRUPT
 from .worker.cases import Case
 from .worker.runner import Runner
 from .worker.wire import Channel
 
-__all__ = ["INTERRUPT", "InsideJob", "Job", "JobFailedError", "SpawnedJob"]
+__all__ = ["InsideJob", "Job", "JobFailedError", "SpawnedJob"]
 
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 300.0
@@ -36,29 +36,6 @@ GRACE_S = 5.0  # for launchers, to end their ranks and tidy up
 
 class JobFailedError(PycommError):
     """A job could not be started, crashed, or did not answer in time."""
-
-
-class Interrupt:
-    """Remembers Ctrl-C: Python drops a KeyboardInterrupt that happens to rise in a destructor or a finalizer."""
-
-    def __init__(self) -> None:
-        self._has_come = False
-
-    def listen(self) -> None:
-        """Takes over SIGINT, which raises KeyboardInterrupt as before."""
-        signal.signal(signal.SIGINT, self._note)
-
-    def raise_again(self) -> None:
-        """Raises KeyboardInterrupt if there was one that did not end the program."""
-        if self._has_come:
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._has_come = True
-        signal.default_int_handler(number, frame)
-
-
-INTERRUPT = Interrupt()
 
 
 class Job(ABC):
