@@ -48,14 +48,14 @@ void bind_group(py::module_& m) {
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "The ranks of one group on this host. Addresses are those of flat CPU buffers.")
       .def(py::init([](int fd, int host_ranks, std::uint64_t area, int rank, std::vector<int> host_rank_of, std::vector<int> pidfds,
                        std::vector<int> pids, std::string name, std::uint64_t members, double timeout_s, int ranks_per_core,
-                       std::shared_ptr<Heaps> heaps) {
+                       std::shared_ptr<Heaps> heaps, const py::object& look) {
              const int ranks = static_cast<int>(host_rank_of.size());
              return std::make_shared<Group>(Group::Setup{fd, host_ranks, area, rank, ranks, std::move(host_rank_of), std::move(pidfds),
                                                          std::move(pids), std::move(name), members, nanoseconds(timeout_s), ranks_per_core,
-                                                         std::move(heaps), LazyGilRelease::about_to_block, check_interrupt});
+                                                         std::move(heaps), LazyGilRelease::about_to_block, check_interrupt, asking(look.ptr())});
            }),
            py::arg("fd"), py::arg("host_ranks"), py::arg("area"), py::arg("rank"), py::arg("host_rank_of"), py::arg("pidfds"), py::arg("pids"),
-           py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("ranks_per_core"), py::arg("heaps"), NoGil())
+           py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("ranks_per_core"), py::arg("heaps"), py::arg("look"), NoGil())
       .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"))
       .def("all_reduce",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
@@ -124,7 +124,9 @@ void bind_group(py::module_& m) {
       .def("look_elsewhere_by", [](Group& g, const py::function& look) { g.look_elsewhere_by(asking(look.ptr())); }, py::arg("look"))
       .def_property_readonly("is_broken", &Group::is_broken)
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))
-      .def("area_of_child", &Group::area_of_child, py::arg("leader"), py::arg("key"), py::arg("with_all"), NoGil())
+      .def("area_of_child",
+           [](Group& g, int leader, std::uint64_t key, const py::object& look) { return g.area_of_child(leader, key, asking(look.ptr())); },
+           py::arg("leader"), py::arg("key"), py::arg("look"), NoGil())
       .def("close", &Group::close, NoGil())
       .def_property_readonly("line_ns", &Group::line_ns);
 }

@@ -79,6 +79,8 @@ void check_interrupt() {
 }
 
 std::function<void()> asking(PyObject* look) {
+  if (look == Py_None) return {};
+  const WithGil own_gil;
   Py_INCREF(look);
   const std::shared_ptr<PyObject> held(look, [](PyObject* its) {
     const WithGil gil;

@@ -18,7 +18,7 @@ void set_python_error();
 // to ask, unless WithoutSignals is in scope.
 void check_interrupt();
 
-// Returns what calls `look`, a Python function without arguments, and throws PythonError if that raises.
+// Returns what calls `look`, a Python function without arguments, and throws PythonError if that raises; of None, nothing.
 std::function<void()> asking(PyObject* look);
 
 // Is in scope in a thread that is not Python's main one: signal handlers never run there, so there is nothing to ask for.

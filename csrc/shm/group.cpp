@@ -65,7 +65,9 @@ Group::Group(Setup setup)
   try {
     const Entry entry(*this, hello);
     publish(hello);
+    waiter_->look_elsewhere_by(std::exchange(setup_.look, {}));
     meet(hello);
+    waiter_->look_elsewhere_by({});
     if (ranks_ > 1) measure_line("new_group");
   } catch (const Mismatch&) {
     throw;
@@ -82,7 +84,7 @@ Group::~Group() {
   if (__atomic_add_fetch(&control.forgotten, 1, __ATOMIC_ACQ_REL) == static_cast<std::uint32_t>(ranks_)) mapping_->release(0, at_.slots);
 }
 
-std::uint64_t Group::area_of_child(int leader, std::uint64_t key, bool with_all) {
+std::uint64_t Group::area_of_child(int leader, std::uint64_t key, const std::function<void()>& look) {
   // One line a leader is enough: it makes its next group after all members of this one have met in it, or somebody has given that up.
   Made& made = reinterpret_cast<Made*>(area_ + at_.made)[leader];
   if (leader == rank_) {
@@ -93,15 +95,16 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key, bool with_all)
     return area;
   }
   const std::int64_t deadline_ns = monotonic_ns() + setup_.timeout_ns;
-  for (;;) {
+  for (std::int64_t next_look_ns = 0;; usleep(50)) {
     const std::uint64_t area = load_acquire(made.area);
     if (load_acquire(made.key) == key && load_acquire(made.area) == area) return area;
+    if (monotonic_ns() < next_look_ns) continue;
+    next_look_ns = monotonic_ns() + kFirstNapNs;
     setup_.check_interrupt();
-    if (with_all) waiter_->look_around(leader, "new_group");
+    if (look) look();
     const int pid = setup_.pids[leader];
     if (has_ended(setup_.pidfds[leader])) throw PeerLost("lost", waiter_->where("new_group"), leader, pid, exit_status(setup_.pidfds[leader], pid));
     if (monotonic_ns() > deadline_ns) throw Timeout("late", waiter_->where("new_group"), {leader, pid, setup_.timeout_ns});
-    usleep(50);
   }
 }
 

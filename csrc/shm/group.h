@@ -104,6 +104,7 @@ class Group {
     std::shared_ptr<Heaps> heaps;
     void (*about_to_block)();       // see wait.h
     void (*check_interrupt)();
+    std::function<void()> look = {};  // which the wait for the members asks, too; throws if it is in vain
     Choices choices = {};           // what they need not try
   };
 
@@ -151,8 +152,8 @@ class Group {
   void record_on(std::shared_ptr<Log> log);
 
   // The area of a new group that `leader` of this one is the first member of, and that its members call `key`, as no other; called
-  // by them, also when this group is broken or closed, unless they make it `with_all` of its ranks.
-  std::uint64_t area_of_child(int leader, std::uint64_t key, bool with_all = false);
+  // by them, also when this group is broken or closed. `look`, if it is any, throws if it is vain to wait for the leader.
+  std::uint64_t area_of_child(int leader, std::uint64_t key, const std::function<void()>& look = {});
 
   // Point-to-point messages.
   Mailbox& mailbox() { return *mailbox_; }

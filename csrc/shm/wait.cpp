@@ -16,8 +16,6 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::int64_t kFirstNapNs = 1'000'000;   // short, since a rank that dies in a call is being waited for already
-
 bool has_membarrier() {
   static const bool has = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0;
   return has;

@@ -61,6 +61,7 @@ inline constexpr std::int64_t kMostYieldNs = 50'000;  // how long to yield befor
 inline constexpr std::int64_t kLeastYieldNs = 500;    // as long as one yield takes
 // While another rank copies, this one looks about as often as once for so many bytes (at 10 GB/s).
 inline constexpr std::size_t kBytesASpin = 200;
+inline constexpr std::int64_t kFirstNapNs = 1'000'000;    // short, since a rank that dies in a call is being waited for already
 inline constexpr std::int64_t kLongestNapNs = 8'000'000;  // between two looks around
 
 // What broke a group; kept in Control::failure so that one rank's discovery is everybody's.

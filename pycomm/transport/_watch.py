@@ -233,15 +233,18 @@ class Watch:
         assert self.failure is not None
         return self.failure
 
+    def ended_among(self, ranks: Sequence[int]) -> Failure | None:
+        """Says which of ``ranks`` has ended, whoever broke the group."""
+        rank = min(self._ended().intersection(ranks), default=-1)
+        return self._failure_of("lost", rank, 0) if rank >= 0 else None
+
     # -- telling ----------------------------------------------------------------------------------------------------
 
     def announce(self, kind: str, rank: int, call: int) -> None:
         """Declares the group broken in collective ``call``, here and, through the store, for the other ranks. The first
         to do so is right.
         """
-        pid = self._members[rank].pid if self._members else 0
-        status = _exit_status(self._members[rank]) if kind == "lost" and self._members else NO_STATUS
-        mine = Failure(kind, rank, pid, status, call)
+        mine = self._failure_of(kind, rank, call)
         store = self._store
         if store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank
@@ -341,7 +344,7 @@ class Watch:
         return word.sent.get(f"{self._rank}/{tag % _TAGS}", 0)
 
     def _closed(self, rank: int) -> Failure:
-        return Failure("closed", rank, self._members[rank].pid if self._members else 0)
+        return self._failure_of("closed", rank, 0)
 
     def _owes(self, rank: int, call: int, message: Message | None) -> bool:
         """Says the same of a rank that is dead, and may have closed the group in good order."""
@@ -357,13 +360,22 @@ class Watch:
 
         Of those that are being ended (csrc/shm/process.h) it sees who was suspected before, and one other, in turn.
         """
-        with self._polling:
-            found = [self._fds[fd] for fd, _ in self._poll.poll(0)]
-        found += [rank for rank, member in enumerate(self._members) if member.fd == _GONE]
+        found = self._ended()
         if not found and self._members:
             self._next = (self._next + 1) % len(self._members)
-            found = [rank for rank in {self._suspect, self._next} if rank >= 0 and _is_dying(self._members[rank])]
+            found = {rank for rank in {self._suspect, self._next} if rank >= 0 and _is_dying(self._members[rank])}
         return min(found, default=-1)
+
+    def _ended(self) -> set[int]:
+        """Returns the ranks whose processes have ended, as far as this host knows."""
+        with self._polling:
+            found = {self._fds[fd] for fd, _ in self._poll.poll(0)}
+        return found | {rank for rank, member in enumerate(self._members) if member.fd == _GONE}
+
+    def _failure_of(self, kind: str, rank: int, call: int) -> Failure:
+        member = self._members[rank] if self._members else None
+        status = NO_STATUS if member is None or kind != "lost" else _exit_status(member)
+        return Failure(kind, rank, 0 if member is None else member.pid, status, call)
 
 
 _TAGS = 1 << 15  # all of gloo's; over MPI a program may use a new one in each step, for ever

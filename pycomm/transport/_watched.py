@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,6 @@ class WatchedTransport(Transport):
 
     watch: Watch
     _messages: Any  # each transport's own kind; all have these two
-    _larger: weakref.ref[Transport] | None = None
     _glance_s = 0.0  # when who only asks looks around next; 0.0: nobody has yet
 
     @property
@@ -86,9 +84,6 @@ class WatchedTransport(Transport):
             raise self.failed("a call", failure)
         if self._larger is not None:
             look_at(self._larger)
-
-    def look_also_at(self, larger: Transport) -> None:
-        self._larger = weakref.ref(larger)
 
     def glance(self, doing: str, message: Message, is_done: Callable[[], bool]) -> None:
         """``check`` once in a while, for who asks again and again whether ``message`` is complete and never waits.

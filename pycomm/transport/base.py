@@ -136,6 +136,7 @@ class Transport(ABC):
     rank: int
     world_size: int
     timeout_s: float
+    _larger: weakref.ref[Transport] | None = None
 
     def __new__(cls, *_arguments: object, **_named: object) -> Self:
         transport = super().__new__(cls)
@@ -233,7 +234,7 @@ class Transport(ABC):
         may all wait for one another where one is lost that they do not see: one in a call, another in one that comes
         later, because it was told. Called once, before there is anything to wait for.
         """
-        return None
+        self._larger = weakref.ref(larger)  # which keeps this one
 
     def exchanger(self, nbytes: int) -> Exchange:
         """Returns what swaps frames of ``nbytes`` as ``exchange`` does, for many swaps beside large transfers.

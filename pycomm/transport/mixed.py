@@ -293,6 +293,12 @@ class MixedTransport(Transport):
         failure = self.outer.watch.search(self.outer.calls)
         return error if failure is None else self.outer.failed("a call", failure)
 
+    def _lost_member(self, ranks: Sequence[int], error: PeerLostError) -> TransportError:
+        """Returns the error of making a group of ``ranks``, which has the lost one's rank in this group."""
+        if isinstance(self.outer, WatchedTransport) and (failure := self.outer.watch.ended_among(ranks)) is not None:
+            return self.outer.failed("new_group", failure)
+        return error
+
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> Transport | None:
@@ -306,11 +312,17 @@ class MixedTransport(Transport):
                 self.inner.check_lost("new_group")
         topology = Topology.of_hosts([self.topology.host_of(rank) for rank in ranks])
         neighbours = [self._local[rank] for rank in ranks if rank in self._local]
-        return _join(
-            topology,
-            lambda: self.inner.split(neighbours, key, with_all=with_all),
-            lambda: self.outer.split(ranks, key, with_all=with_all),
-        )
+        try:
+            return _join(
+                topology,
+                lambda: self.inner.split(neighbours, key, with_all=with_all),
+                lambda: self.outer.split(ranks, key, with_all=with_all),
+            )
+        except PeerLostError as error:
+            if with_all:
+                with self.ending_both():
+                    raise
+            raise self._lost_member(ranks, error) from error
 
     def close(self) -> None:
         self._arrivals.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -66,8 +65,16 @@ class ShmTransport(Transport):
     takes_rows = True
 
     def __init__(
-        self, host: _Host, host_ranks: Sequence[int], rank: int, group_name: str, area: int, timeout_s: float
+        self,
+        host: _Host,
+        host_ranks: Sequence[int],
+        rank: int,
+        group_name: str,
+        area: int,
+        timeout_s: float,
+        look: Callable[[], None] | None = None,
     ) -> None:
+        """Meets the other members in ``area``; ``look`` raises what makes it vain to wait for them any longer."""
         self.rank = rank
         self.world_size = len(host_ranks)
         self._timeout_s = timeout_s
@@ -88,6 +95,7 @@ class ShmTransport(Transport):
             timeout_s=timeout_s,
             ranks_per_core=host.ranks_per_core,
             heaps=host.heaps,
+            look=look,
         )
         self.fast: Mapping[str, Callable[..., Any]] = MappingProxyType(
             self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
@@ -123,9 +131,13 @@ class ShmTransport(Transport):
 
     def look_around(self) -> None:
         self._group.check_lost("a call")
+        if self._larger is not None:
+            look_at(self._larger)
 
     def look_also_at(self, larger: Transport) -> None:
-        self._group.look_elsewhere_by(partial(look_at, weakref.ref(larger)))
+        super().look_also_at(larger)
+        assert self._larger is not None
+        self._group.look_elsewhere_by(partial(look_at, self._larger))
 
     def record_on(self, log: Any) -> None:
         self._group.record_on(log)
@@ -250,11 +262,10 @@ class ShmTransport(Transport):
     def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> ShmTransport | None:
         if ranks is None or self.rank not in ranks:
             return None
-        area = self._group.area_of_child(ranks[0], key, with_all)
-        members = [self._host_ranks[r] for r in ranks]
-        return ShmTransport(
-            self._host, members, list(ranks).index(self.rank), f"{self._group_name}.new", area, self.timeout_s
-        )
+        look = self.look_around if with_all else None
+        area = self._group.area_of_child(ranks[0], key, look)
+        members, rank = [self._host_ranks[r] for r in ranks], list(ranks).index(self.rank)
+        return ShmTransport(self._host, members, rank, f"{self._group_name}.new", area, self.timeout_s, look)
 
     def close(self) -> None:
         self._group.close()

@@ -52,7 +52,14 @@ class Made(NamedTuple):
 class Program:
     """One rank's part of a program; ``dice`` rolls alike on all ranks, ``own`` does not."""
 
-    def __init__(self, rank: int, seed: int, transport: str, world: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        seed: int,
+        transport: str,
+        world: Any = None,
+        groups_by: tuple[str, ...] = ("new_group", "split"),
+    ) -> None:
         world = world or pycomm.get_group()
         self.rank = rank
         self.world = world
@@ -60,6 +67,7 @@ class Program:
         self.dice = random.Random(seed)
         self.own = random.Random(seed * 1000 + rank)
         self.transport = transport
+        self.groups_by = groups_by
         self.step = 0
         self.groups = [Made(world, world.ranks)]
         self.under_way: list[tuple[Any, Callable[[], None], str]] = []
@@ -406,7 +414,7 @@ class Program:
     def new_group(self) -> None:
         if len(self.groups) >= MOST_GROUPS:
             return
-        if self.dice.random() < 0.5:
+        if self.dice.choice(self.groups_by) == "new_group":
             everyone = self.world.ranks
             ranks = tuple(sorted(self.dice.sample(everyone, self.dice.randrange(1, len(everyone) + 1))))
             self.note(f"new_group {ranks}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import dist_programs
@@ -67,6 +68,43 @@ def waits_for_one_of_its_host_who_has_been_told(rank: int) -> None:
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
 def test_a_wait_inside_a_host_sees_a_death_on_another(transport: str) -> None:
     run_ranks(4, waits_for_one_of_its_host_who_has_been_told, transport=transport, casualties=[3])
+
+
+def makes_a_group_with_one_who_has_been_told(rank: int) -> None:
+    transport = pycomm.get_group().transport
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerLostError, match="rank 3"):
+        if rank == 0:
+            transport.split([0, 1], 1, with_all=True)
+        else:
+            pycomm.barrier()
+    with pycomm.new_group([0, 1, 2]) as survivors:
+        pycomm.barrier(survivors)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+def test_a_group_that_is_made_with_all_ranks_is_not_once_one_is_lost(transport: str) -> None:
+    run_ranks(4, makes_a_group_with_one_who_has_been_told, transport=transport, casualties=[3])
+
+
+def makes_a_group_with_one_that_dies(rank: int) -> None:
+    if rank in (1, 3):
+        if rank == 3:
+            time.sleep(0.5)  # once the others wait for it; if not yet, they see it as well
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerLostError, match="rank 1"):
+        pycomm.barrier()
+    with pytest.raises(pycomm.PeerLostError, match="rank 3") as caught:
+        pycomm.new_group([3, 2, 0], sort_ranks=False)
+    assert caught.value.rank == 3
+    with pycomm.new_group([0, 2]) as survivors:
+        pycomm.barrier(survivors)
+
+
+@pytest.mark.parametrize("transport", ["torch", "mixed"])
+def test_a_rank_that_dies_as_a_group_is_made_is_named_by_its_rank_in_the_old_one(transport: str) -> None:
+    run_ranks(4, makes_a_group_with_one_that_dies, transport=transport, casualties=[1, 3])
 
 
 def have_counted_differently(rank: int) -> None:
