@@ -32,7 +32,7 @@ def bereaved(rank: int, seed: int, transport: str, how: str) -> list[str]:
     """One rank's part."""
     ranks = pycomm.world_size()
     victim = _victim_of(seed, ranks)
-    # What a rank makes of the living by new_group, before it has been told, the others wait for in vain: docs/faults.md.
+    # By new_group a rank that was not told yet may wait for those who were, and make another group: docs/faults.md.
     program = Program(rank, seed, transport, groups_by=("split",))
     if rank == victim:
         _lose(program, random.Random(seed), how)
