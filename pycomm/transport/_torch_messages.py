@@ -230,14 +230,14 @@ class PlainMessages(_Messages):
 
     def _start_send(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
         doing = f"sending {flat.nbytes} bytes to rank {peer}"
-        group = self._transport.open_group()
+        group = self._transport.open_group(doing)
         work = self._post(doing, peer, group.send, [flat.view(torch.uint8)], peer, tag)
         message = self._transport.watch.send(peer, tag)
         return Posted(doing, message, self._transport, partial(finish_all, [work], flat), work)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)}"
-        group = self._transport.open_group()
+        group = self._transport.open_group(doing)
         data = flat.view(torch.uint8)
 
         if peer is None:
@@ -262,7 +262,7 @@ class FramedMessages(PlainMessages):
             return super()._start_send(flat, peer, tag)
         _check_tag(tag)
         doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
-        group = self._transport.open_group()
+        group = self._transport.open_group(doing)
         data, message = flat.view(torch.uint8), self._transport.watch.send(peer, tag)
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         header = torch.tensor([data.numel(), message.order], dtype=torch.int64, device="cpu")
@@ -282,7 +282,7 @@ class FramedMessages(PlainMessages):
             return super()._start_receive(flat, peer, tag)
         _check_tag(tag)
         doing = f"receiving {flat.nbytes} bytes from {_name(peer)} with tag {tag}"
-        group = self._transport.open_group()
+        group = self._transport.open_group(doing)
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         if peer is None:
             self._any_tags.add(tag)
@@ -321,7 +321,7 @@ class FramedMessages(PlainMessages):
         wait_for(rest, data, deadline - time.monotonic())
 
     def _receive_data(self, data: torch.Tensor, peer: int, tag: int, index: int, doing: str) -> Any:
-        group, data_tag = self._transport.open_group(), _data_tag(tag, index, data.numel())
+        group, data_tag = self._transport.open_group(doing), _data_tag(tag, index, data.numel())
         return self._post(doing, peer, group.recv, [data], peer, data_tag)
 
     def _refuse(self, nbytes: int, source: int, tag: int, index: int, unused: object) -> None:

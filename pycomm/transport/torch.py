@@ -277,11 +277,11 @@ class TorchTransport(WatchedTransport):
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def open_group(self) -> Any:
+    def open_group(self, doing: str = "a call") -> Any:
         """Returns torch's group. Raises TransportError after ``close``, and what broke the group if it is broken."""
         if self.group is None:
-            raise wording.used_closed(self.place("a call"))
-        self.check_whole("a call")
+            raise wording.used_closed(self.place(doing))
+        self.check_whole(doing)
         return self.group
 
     def error_of(self, error: Exception, doing: str, limit_s: float, peer: int = -1) -> TransportError:

@@ -228,8 +228,9 @@ def receive_from_those_who_leave(rank: int) -> None:
         return
     got = torch.zeros(300)
     assert {pycomm.recv(got), pycomm.recv(got)} == {1, 2}
-    with pytest.raises(PeerLostError, match="from any rank .* has closed the group"):
-        pycomm.recv(got)
+    for _ in range(2):  # also where it is known already
+        with pytest.raises(PeerLostError, match="from any rank .* has closed the group"):
+            pycomm.recv(got)
 
 
 @pytest.mark.parametrize("transport", [*WRAPPERS, "mixed"])
