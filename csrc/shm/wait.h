@@ -157,10 +157,10 @@ class Waiter {
   std::string group_;
   const std::uint64_t* seq_ = nullptr;
   Log* log_ = nullptr;
-  std::function<void()> look_elsewhere_;
   std::atomic<unsigned> looks_{0};  // around; a mailbox has two threads that look
   bool must_fence_;
   std::int64_t patience_ns_;  // how long to yield; [Note: patience]
+  std::function<void()> look_elsewhere_;  // behind what a short call reads
 };
 
 }  // namespace pycomm::shm
