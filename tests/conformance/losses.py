@@ -85,10 +85,12 @@ def _lose(program: Program, dice: random.Random, how: str) -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             has_left.wait(0.3)
 
-    before = signal.signal(signal.SIGINT, interrupt) if how == "interrupted" else None
+    before = signal.signal(signal.SIGINT, interrupt)
     threading.Timer(delay_s, end).start()
     try:
         program.run(1_000_000)
     except KeyboardInterrupt:
+        pass
+    finally:  # else the thread would keep a process that fails
         has_left.set()
         signal.signal(signal.SIGINT, before)
