@@ -25,10 +25,10 @@ def test_programs(transport: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [12, 13, 14])
-# Interrupted over gloo, and so between hosts, is not among them: see "Ctrl-C at any moment" in docs/faults.md.
+# One that leaves, over gloo and so between hosts, is not among them: see "told to others" in docs/faults.md.
 @pytest.mark.parametrize(
     ("how", "transport"),
-    [(how, each) for how in losses.HOW for each in ("shm", "torch", "mixed") if how != "interrupted" or each == "shm"],
+    [(how, each) for how in losses.HOW for each in ("shm", "torch", "mixed") if how == "killed" or each == "shm"],
 )
 def test_programs_go_on_without_a_rank_that_is_lost(how: str, transport: str, seed: int) -> None:
     losses.run(4 if transport == "mixed" else 3, seed, transport, how)  # two hosts of two
