@@ -34,6 +34,13 @@ def test_programs_go_on_without_a_rank_that_is_lost(how: str, transport: str, se
     losses.run(4 if transport == "mixed" else 3, seed, transport, how)  # two hosts of two
 
 
+def go_on_in_a_group_of(*ranks: int) -> None:
+    with pycomm.new_group(ranks) as survivors:
+        tensor = torch.full((1000,), pycomm.rank() + 1.0)
+        pycomm.all_reduce(tensor, group=survivors)
+        assert (tensor == sum(ranks) + len(ranks)).all()
+
+
 def dies_in_a_call_that_the_others_never_come_to(rank: int) -> None:
     other = pycomm.new_group()
     if rank == 1:
@@ -43,10 +50,7 @@ def dies_in_a_call_that_the_others_never_come_to(rank: int) -> None:
         work.wait()
     with pytest.raises(pycomm.PeerLostError):
         pycomm.barrier(other)
-    with pycomm.new_group([0, 2]) as survivors:
-        tensor = torch.full((1000,), rank + 1.0)
-        pycomm.all_reduce(tensor, group=survivors)
-        assert (tensor == 4).all()
+    go_on_in_a_group_of(0, 2)
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
@@ -62,10 +66,7 @@ def waits_for_one_of_its_host_who_has_been_told(rank: int) -> None:
             pycomm.recv(torch.ones(5), 1)
         else:
             pycomm.barrier()
-    with pycomm.new_group([0, 1, 2]) as survivors:
-        tensor = torch.full((1000,), rank + 1.0)
-        pycomm.all_reduce(tensor, group=survivors)
-        assert (tensor == 6).all()
+    go_on_in_a_group_of(0, 1, 2)
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
@@ -82,8 +83,7 @@ def makes_a_group_with_one_who_has_been_told(rank: int) -> None:
             transport.split([0, 1], 1, with_all=True)
         else:
             pycomm.barrier()
-    with pycomm.new_group([0, 1, 2]) as survivors:
-        pycomm.barrier(survivors)
+    go_on_in_a_group_of(0, 1, 2)
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
@@ -101,8 +101,7 @@ def makes_a_group_with_one_that_dies(rank: int) -> None:
     with pytest.raises(pycomm.PeerLostError, match="rank 3") as caught:
         pycomm.new_group([3, 2, 0], sort_ranks=False)
     assert caught.value.rank == 3
-    with pycomm.new_group([0, 2]) as survivors:
-        pycomm.barrier(survivors)
+    go_on_in_a_group_of(0, 2)
 
 
 @pytest.mark.parametrize("transport", ["torch", "mixed"])
