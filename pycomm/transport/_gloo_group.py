@@ -111,7 +111,7 @@ def make_group(meeting: Meeting, watch: Watch, failed: Failed) -> tuple[Any, Cor
 def _check(watch: Watch, failed: Failed) -> None:
     failure = watch.look(0)
     if failure is not None:
-        raise failed(failure)
+        raise failed(watch.declare(failure))
 
 
 def _device(host: str | None) -> Any:

@@ -5,7 +5,8 @@ Nobody sends heartbeats. On one host every rank holds a pidfd of every other one
 says of the processes, when a wait turns long (``SLICE_S``): the kernel knows at once who ended, of what, and never
 takes one process for another. Between hosts, and for what the kernel does not show (a rank that was interrupted, that
 ran out of time, that closed the group), the ranks leave word in the job's store, where a rank that waits looks now and
-then. What broke a group is written there once, by the rank that finds it; the first discovery is everybody's.
+then. What broke a group is written there once, by the rank that finds it; the first discovery is everybody's. So nobody
+waits for a rank that has been told of it, and goes on without the group.
 
 A rank that has ended or closed may have done all that was asked of it, and its last bytes may still be under way: on a
 slow cable for seconds, as TCP takes megabytes from a sender who then goes. So who closes the group leaves word of how
@@ -190,30 +191,31 @@ class Watch:
             self._next_ask = now_s + self._ask_s
 
     def look(self, call: int, message: Message | None = None) -> Failure | None:
-        """Looks around once and says what broke the group, if anything has.
+        """Looks around once and says what has broken the group, or does unless the wait is over by now.
 
-        In a wait of collective ``call``, or, in it or after it, for ``message``.
+        In a wait of collective ``call``, or, in it or after it, for ``message``, which may have come meanwhile: it is
+        for the caller to ``declare`` what ends the wait.
         """
         if self.failure is not None:
             return self.failure
-        dead = self._find_dead()
+        dead, found = self._find_dead(), None
         if dead >= 0 and self._suspect == dead:
             if self._owes(dead, call, message):
-                self.announce("lost", dead, call)
+                found = self._failure_of("lost", dead, call)
         else:
             self._suspect = dead
         if self._store is not None and time.monotonic() >= self._next_ask:
             self._ask_s = min(2 * self._ask_s, _ASK_STORE_AT_MOST_S)
-            self._ask(call, message)
+            found = found or self._ask(call, message)
             self._next_ask = time.monotonic() + self._ask_s
-        return self.failure
+        return self.failure or found
 
     def ask(self, call: int) -> Failure | None:
         """Says, as ``look`` does, what the others left in the store; it takes a trip to it."""
         return self.failure or self._ask(call, None)
 
     def search(self, call: int, peer: int = -1) -> Failure | None:
-        """Looks for a while for what broke a call, as ``look`` does: a rank's process may just be ending.
+        """Looks for a while for what broke a call, and declares it: a rank's process may just be ending.
 
         What is still awaited from ``peer`` will not come.
         """
@@ -221,17 +223,15 @@ class Watch:
         deadline = time.monotonic() + _SUSPICION_S
         self.start_wait()
         while time.monotonic() < deadline:
-            if self.look(call, lost) is not None or self._ask(call, lost) is not None:
-                break
+            found = self.look(call, lost) or self._ask(call, lost)
+            if found is not None:
+                return self.declare(found)
             time.sleep(2e-3)
-        return self.failure
+        return None
 
     def explain(self, call: int, peer: int = -1) -> Failure:
-        """Says who is behind a connection that broke."""
-        if self.search(call, peer) is None:
-            self.failure = Failure("lost", peer, self._members[peer].pid if peer >= 0 and self._members else 0)
-        assert self.failure is not None
-        return self.failure
+        """Says who is behind a connection that broke, and declares it."""
+        return self.search(call, peer) or self.declare(self._failure_of("lost", peer, call))
 
     def ended_among(self, ranks: Sequence[int]) -> Failure | None:
         """Says which of ``ranks`` has ended, whoever broke the group."""
@@ -241,19 +241,23 @@ class Watch:
     # -- telling ----------------------------------------------------------------------------------------------------
 
     def announce(self, kind: str, rank: int, call: int) -> None:
-        """Declares the group broken in collective ``call``, here and, through the store, for the other ranks. The first
-        to do so is right.
+        """Declares the group broken in collective ``call`` by ``rank``, which may be this one."""
+        self.declare(self._failure_of(kind, rank, call))
+
+    def declare(self, found: Failure) -> Failure:
+        """Declares the group broken, here and, through the store, for the other ranks. Returns what broke it: the first
+        to say so is right.
         """
-        mine = self._failure_of(kind, rank, call)
         store = self._store
-        if store is not None:
+        if self.failure is None and store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank
                 if store.add("failures", 1) == 1:
-                    store.set("failure", json.dumps(mine))
+                    store.set("failure", json.dumps(found))
                     store.set("news", "1")
                 else:
-                    mine = _soon_told(store) or mine
-        self.failure = self.failure or mine
+                    found = _soon_told(store) or found
+        self.failure = self.failure or found
+        return self.failure
 
     def close(self, calls: int) -> None:
         """Tells the others that this rank leaves after ``calls`` collectives, in good order or as another did."""
@@ -277,7 +281,7 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             words = {} if store is None or not store.check(["news"]) else self._last_words(store)
             if self._none_comes(words, tag, received):
-                return self._closed(min(words))
+                return self._failure_of("closed", min(words), 0)
         return None
 
     def has_taken(self, message: Message) -> bool:
@@ -292,18 +296,20 @@ class Watch:
         return {rank: _last_word(store, rank) for rank in range(len(self._ranks)) if rank != self._rank}
 
     def _ask(self, call: int, message: Message | None) -> Failure | None:
-        """Reads what the others left in the store."""
+        """Reads what the others left in the store: what broke the group, or whose leaving ends this wait."""
         store = self._store
         try:
             if store is None or not store.check(["news"]):
                 return self.failure
             self.failure = self.failure or _told(store)
+            if self.failure is not None:
+                return self.failure
             words = self._last_words(store)
             for rank, word in words.items():
-                if self.failure is None and word is not None and self._is_short(word, rank, call, message):
-                    self.failure = self._closed(rank)
-            if self.failure is None and message is not None and self._is_vain(words, message):
-                self.failure = self._closed(min(words))
+                if word is not None and self._is_short(word, rank, call, message):
+                    return self._failure_of("closed", rank, call)
+            if message is not None and self._is_vain(words, message):
+                return self._failure_of("closed", min(words), call)
         except RuntimeError:  # the store has gone with the process that kept it; the pidfds remain
             self._store = None
         return self.failure
@@ -343,9 +349,6 @@ class Watch:
     def _sent_by(self, word: _LastWord, tag: int) -> int:
         return word.sent.get(f"{self._rank}/{tag % _TAGS}", 0)
 
-    def _closed(self, rank: int) -> Failure:
-        return self._failure_of("closed", rank, 0)
-
     def _owes(self, rank: int, call: int, message: Message | None) -> bool:
         """Says the same of a rank that is dead, and may have closed the group in good order."""
         store = self._store
@@ -373,7 +376,7 @@ class Watch:
         return found | {rank for rank, member in enumerate(self._members) if member.fd == _GONE}
 
     def _failure_of(self, kind: str, rank: int, call: int) -> Failure:
-        member = self._members[rank] if self._members else None
+        member = self._members[rank] if self._members and rank >= 0 else None
         status = NO_STATUS if member is None or kind != "lost" else _exit_status(member)
         return Failure(kind, rank, 0 if member is None else member.pid, status, call)
 

@@ -75,13 +75,13 @@ class WatchedTransport(Transport):
         if is_done():
             return
         if message is None or not message.is_sent or not self.watch.has_taken(message):
-            raise self.failed(doing, failure)
+            raise self.failed(doing, self.watch.declare(failure))
 
     def look_around(self) -> None:
         self.watch.start_wait()
         failure = self.watch.look(self.calls)
         if failure is not None:
-            raise self.failed("a call", failure)
+            raise self.failed("a call", self.watch.declare(failure))
         if self._larger is not None:
             look_at(self._larger)
 
@@ -124,12 +124,15 @@ class WatchedTransport(Transport):
     def _check_members(self, ranks: Sequence[int], theirs: Watch, own: Watch | None, with_all: bool) -> None:
         failure = theirs.look(0)
         if failure is not None:
+            failure = theirs.declare(failure)
             if own is not None and failure.kind == "interrupted":  # in a call of this group, which is not whole either
                 own.announce(failure.kind, ranks[failure.rank], self.calls)
             raise self.failed_member(ranks, failure)
         failure = None if own is None else own.look(self.calls)
-        if failure is not None and (with_all or failure.rank in ranks):  # else the new one does without that rank
-            raise self.failed("new_group", failure)
+        if failure is not None and own is not None:
+            failure = own.declare(failure)  # for those who wait in it for this rank, which does not come back to it
+            if with_all or failure.rank in ranks:  # else the new one does without that rank
+                raise self.failed("new_group", failure)
 
     def failed_member(self, ranks: Sequence[int], failure: wording.Failure) -> TransportError:
         """Returns the error of making a group of ``ranks``, which ``failure``, by its rank there, has ended."""
@@ -144,7 +147,7 @@ class WatchedTransport(Transport):
         # If they gave up in a later call, this one has succeeded for them, and does here.
         failure = self.watch.ask(self.calls)
         if failure is not None and failure.call <= self.calls:
-            raise self.failed(doing, failure)
+            raise self.failed(doing, self.watch.declare(failure))
 
     def check_lost(self, doing: str) -> None:
         failure = self.watch.search(self.calls)

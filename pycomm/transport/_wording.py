@@ -31,6 +31,7 @@ __all__ = [
     "splits_differ",
     "timed_out",
     "used_closed",
+    "why",
     "wrong_size",
 ]
 
@@ -129,11 +130,10 @@ def describe_call(verb: str, op: int, dtype: int, numel: int, root: int, algorit
 def failed(place: Place | str, failure: Failure) -> TransportError:
     """Returns the error of a call on a group that ``failure`` broke."""
     pid = f"pid {failure.pid}" if failure.pid else "pid unknown"
-    if failure.rank < 0:
-        gone = "lost a rank on another host (its connection is gone, its pid is unknown)"
-        return _located(PeerLostError(f"{place}: {gone}; {NEW_GROUP}"))
     who = f"rank {failure.rank} ({pid})"
-    if failure.kind == "lost":
+    if failure.rank < 0:
+        text = f"lost a rank on another host (its connection is gone, its pid is unknown); {NEW_GROUP}"
+    elif failure.kind == "lost":
         text = f"lost {who}: {fate(failure.status)}; {NEW_GROUP}{_explained(place, failure.kind)}"
     elif failure.kind == "closed":
         text = f"{who} has closed the group; every rank must make the same calls before it closes"
@@ -145,8 +145,17 @@ def failed(place: Place | str, failure: Failure) -> TransportError:
     else:
         text = f"{who} ran out of time in this group; the group is broken, make a new one"
         text += _explained(place, failure.kind)
-        return _located(CollectiveTimeoutError(f"{place}: {text}"))
-    return _located(PeerLostError(f"{place}: {text}", failure.rank))
+    message = f"{place}: {text}"
+    is_late = failure.kind == "timeout"
+    error: TransportError = CollectiveTimeoutError(message) if is_late else PeerLostError(message, failure.rank)
+    error._failed = (place, failure)  # type: ignore[attr-defined]  # see ``why``
+    return _located(error)
+
+
+def why(error: TransportError) -> tuple[str, Failure | None]:
+    """Returns what ``failed`` made ``error`` of: what failed, and what broke its group; None if it was not made so."""
+    place, failure = getattr(error, "_failed", (None, None))
+    return place.verb if isinstance(place, Place) else "a call", failure
 
 
 class Remembered(NamedTuple):

@@ -37,7 +37,7 @@ from ._mixed_arrivals import Announced, Arrivals
 from ._mixed_column import Column
 from ._mixed_reduce import ColumnReduction
 from ._watched import WatchedTransport
-from ._wording import Remembered
+from ._wording import Remembered, why
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class MixedTransport(Transport):
     @property
     def is_broken(self) -> bool:
         """Whether a failure has ended this group for good, as far as this rank knows."""
-        return self.outer.is_broken or self.inner.is_broken
+        return self._failure is not None or self.outer.is_broken or self.inner.is_broken
 
     def check_given_up(self, doing: str) -> None:
         self.outer.calls = self.calls
@@ -285,13 +285,23 @@ class MixedTransport(Transport):
         return error if self._failure is None else self._failure.again()
 
     def _cause_of(self, error: TransportError) -> TransportError:
-        """Returns what broke the group as a whole: ``inner`` numbers its ranks by itself, and if one of them has closed
-        it, that may be because another one has died.
+        """Returns what broke the group as a whole, and tells the other hosts.
+
+        ``inner`` numbers its ranks by itself, and if one of them has closed it, that may be as another one has died.
         """
-        if not isinstance(error, PeerLostError) or not isinstance(self.outer, WatchedTransport):
+        is_told = isinstance(error, PeerLostError | CollectiveTimeoutError)
+        if not is_told or not isinstance(self.outer, WatchedTransport):
             return error
-        failure = self.outer.watch.search(self.outer.calls)
-        return error if failure is None else self.outer.failed("a call", failure)
+        self.outer.calls = self.calls
+        watch, (verb, inside) = self.outer.watch, why(error)
+        if isinstance(error, CollectiveTimeoutError) and inside is None:  # this rank's own
+            if watch.failure is None:
+                watch.announce("timeout", self.rank, self.calls)
+            return error
+        failure = watch.search(self.calls)
+        if failure is None and inside is not None:  # of the outer transport it would be known there
+            failure = watch.declare(inside._replace(rank=self._neighbours[inside.rank], call=self.calls))
+        return error if failure is None else self.outer.failed(verb, failure)
 
     def _lost_member(self, ranks: Sequence[int], error: PeerLostError) -> TransportError:
         """Returns the error of making a group of ``ranks``, which has the lost one's rank in this group."""

@@ -171,8 +171,30 @@ def test_who_leaves_because_another_left_says_so() -> None:
     other.close(0)
     assert asked(third, 1) == "closed"
     third.close(1)
-    assert asked(mine, 1, Message(2, TAG)) == "closed"
-    assert mine.failure is not None and mine.failure.rank == 1, "the third rank made the call"
+    failure = mine.search(1, 2)
+    assert failure is not None and failure.rank == 1, "the third rank made the call"
+
+
+def test_who_leaves_is_told_to_those_who_do_not_wait_for_it() -> None:
+    mine, other, third = watches(3)
+    other.close(0)
+    assert asked(third, 0, Message(0, TAG)) is None, "nobody waits for it"
+    assert mine.search(0, 1) == Failure("closed", 1)
+    assert asked(third, 0, Message(0, TAG)) == "closed"
+    assert third.failure == Failure("closed", 1)
+
+
+def test_a_message_that_comes_while_it_is_looked_for_breaks_nothing() -> None:
+    """Its sender has left, and another thread counts the message before this one comes to compare."""
+    mine, other = watches()
+    other.send(0, TAG)
+    other.close(0)
+    mine.receive(1, TAG)
+    transport: Any = SimpleNamespace(watch=mine, calls=0)
+    assert asked(mine, 0, Message(1, TAG)) == "closed"
+    mine._next_ask = 0.0
+    WatchedTransport.check(transport, "receiving", Message(1, TAG), lambda: True)
+    assert mine.failure is None
 
 
 def test_a_new_tag_in_each_step_takes_no_more_memory() -> None:
