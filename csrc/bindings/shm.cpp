@@ -48,14 +48,16 @@ void bind_group(py::module_& m) {
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "The ranks of one group on this host. Addresses are those of flat CPU buffers.")
       .def(py::init([](int fd, int host_ranks, std::uint64_t area, int rank, std::vector<int> host_rank_of, std::vector<int> pidfds,
                        std::vector<int> pids, std::string name, std::uint64_t members, double timeout_s, int ranks_per_core,
-                       std::shared_ptr<Heaps> heaps, const py::object& look) {
+                       std::shared_ptr<Heaps> heaps, const py::object& look, std::vector<int> maker_ranks, int maker_size) {
              const int ranks = static_cast<int>(host_rank_of.size());
              return std::make_shared<Group>(Group::Setup{fd, host_ranks, area, rank, ranks, std::move(host_rank_of), std::move(pidfds),
                                                          std::move(pids), std::move(name), members, nanoseconds(timeout_s), ranks_per_core,
-                                                         std::move(heaps), LazyGilRelease::about_to_block, check_interrupt, asking(look.ptr())});
+                                                         std::move(heaps), LazyGilRelease::about_to_block, check_interrupt, asking(look.ptr()),
+                                                         {std::move(maker_ranks), maker_size}});
            }),
            py::arg("fd"), py::arg("host_ranks"), py::arg("area"), py::arg("rank"), py::arg("host_rank_of"), py::arg("pidfds"), py::arg("pids"),
-           py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("ranks_per_core"), py::arg("heaps"), py::arg("look"), NoGil())
+           py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("ranks_per_core"), py::arg("heaps"), py::arg("look"),
+           py::arg("maker_ranks"), py::arg("maker_size"), NoGil())
       .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"))
       .def("all_reduce",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
@@ -121,6 +123,7 @@ void bind_group(py::module_& m) {
       .def("check_lost", &Group::check_lost, py::arg("doing"))
       .def("record_on", &Group::record_on, py::arg("log"))
       .def("set_name", &Group::set_name, py::arg("name"))
+      .def("is_part_of", [](Group& g, std::vector<int> ranks, int size) { g.is_part_of({std::move(ranks), size}); }, py::arg("ranks"), py::arg("size"))
       .def("look_elsewhere_by", [](Group& g, const py::function& look) { g.look_elsewhere_by(asking(look.ptr())); }, py::arg("look"))
       .def_property_readonly("is_broken", &Group::is_broken)
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))

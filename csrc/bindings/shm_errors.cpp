@@ -30,7 +30,7 @@ void raise(const shm::Failed& failed) {
   try {
     const auto& at = failed.where;
     const py::object error = py::module_::import("pycomm.transport._wording")
-                                 .attr("from_native")(failed.kind, py::make_tuple(at.verb, at.seq, at.group, at.rank, at.ranks), failed.numbers, failed.calls);
+                                 .attr("from_native")(failed.kind, py::make_tuple(at.verb, at.seq, at.group, at.rank, at.ranks), failed.numbers, failed.calls, at.ranks_there);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   } catch (py::error_already_set& error) {
     error.restore();

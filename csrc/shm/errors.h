@@ -10,12 +10,19 @@
 
 namespace pycomm::shm {
 
-// The call that failed: verb, sequence number, group, this rank.
+// The group that another one is a part of: rank r of the part is its rank `ranks[r]`, of `size`. Without ranks there is none.
+struct Whole {
+  std::vector<int> ranks = {};
+  int size = 0;
+};
+
+// The call that failed: verb, sequence number, group, this rank; by its number there if the group is a part of another one.
 struct Where {
   std::string verb;
   std::uint64_t seq;
   std::string group;
   int rank, ranks;
+  std::vector<int> ranks_there = {};  // as in Whole; in `numbers` and `calls` below ranks have their own numbers
 };
 
 // `kind` and `numbers` are those of from_native() in _wording.py; `calls` has a header's call and numel for each rank.

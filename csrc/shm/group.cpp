@@ -62,6 +62,7 @@ Group::Group(Setup setup)
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};
   hello.numel = setup_.members;
+  is_part_of(std::exchange(setup_.maker, {}));
   try {
     const Entry entry(*this, hello);
     publish(hello);
@@ -69,6 +70,7 @@ Group::Group(Setup setup)
     meet(hello);
     waiter_->look_elsewhere_by({});
     if (ranks_ > 1) measure_line("new_group");
+    is_part_of({});
   } catch (const Mismatch&) {
     throw;
   } catch (...) {  // who comes yet must not take what this rank has left there for a member
@@ -114,6 +116,11 @@ void Group::set_name(const std::string& name) {
   setup_.name = name;
   waiter_->name(name, &seq_);
   mailbox_->set_name(name);
+}
+
+void Group::is_part_of(const Whole& whole) {
+  waiter_->is_part_of(whole);
+  mailbox_->is_part_of(whole);
 }
 
 void Group::look_elsewhere_by(const std::function<void()>& look) {

@@ -105,6 +105,7 @@ class Group {
     void (*about_to_block)();       // see wait.h
     void (*check_interrupt)();
     std::function<void()> look = {};  // which the wait for the members asks, too; throws if it is in vain
+    Whole maker = {};                 // the group that it is made from, as errors call its ranks until it is made
     Choices choices = {};           // what they need not try
   };
 
@@ -145,6 +146,7 @@ class Group {
   }
   bool is_broken() const { return load_acquire(reinterpret_cast<const Control*>(area_)->failure) != 0; }
   void set_name(const std::string& name);  // as the errors call the group
+  void is_part_of(const Whole& whole);     // and its ranks
   // Calls and messages that wait long ask `look`; see Waiter. The making of groups from this one does not: it may be of those
   // who live.
   void look_elsewhere_by(const std::function<void()>& look);

@@ -67,6 +67,7 @@ class Mailbox {
   void wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns);
   void record_on(Log* log) { log_ = log; }  // tells the board whose message is waited for
   void look_elsewhere_by(std::function<void()> look) { waiter_.look_elsewhere_by(std::move(look)); }
+  void is_part_of(Whole whole) { waiter_.is_part_of(std::move(whole)); }
   void set_name(const std::string& group) { waiter_.name(group, &messages_); }  // as the errors call it
   // Every message under way fails; later ones too.
   void close();

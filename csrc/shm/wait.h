@@ -135,6 +135,7 @@ class Waiter {
 
   Where where(const char* doing) const;
   void name(std::string group, const std::uint64_t* seq) { group_ = std::move(group), seq_ = seq; }
+  void is_part_of(Whole whole) { whole_ = std::move(whole); }
   void record_on(Log* log) { log_ = log; }  // tells the board whom the call under way waits for
   // Before there is anything to wait for. `look` throws if the call is in vain for a reason that these ranks do not see.
   void look_elsewhere_by(std::function<void()> look) { look_elsewhere_ = std::move(look); }
@@ -160,7 +161,8 @@ class Waiter {
   std::atomic<unsigned> looks_{0};  // around; a mailbox has two threads that look
   bool must_fence_;
   std::int64_t patience_ns_;  // how long to yield; [Note: patience]
-  std::function<void()> look_elsewhere_;  // behind what a short call reads
+  std::function<void()> look_elsewhere_;  // this and what follows: behind what a short call reads
+  Whole whole_;
 };
 
 }  // namespace pycomm::shm

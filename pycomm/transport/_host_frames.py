@@ -57,14 +57,16 @@ class HostFrames:
         self._rows: dict[tuple[int, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def swap(
-        self, frame: torch.Tensor, nbytes: int, verb: str, timeout_s: float, meanwhile: MeanwhileOnHost | None
+        self, frame: torch.Tensor, verb: str, nbytes: int, timeout_s: float, meanwhile: MeanwhileOnHost | None
     ) -> Sequence[torch.Tensor]:
-        """As ``Transport.exchange_frames``."""
+        """As ``Transport.exchange_frames``, ``nbytes`` of ``frame``."""
         deadline = time.monotonic() + timeout_s
         try:
             short, block = self._gather(frame, nbytes, deadline)
         except CollectiveTimeoutError as error:
-            raise wording.timed_out(self._outer.place(verb), timeout_s, "a rank of this host") from error
+            if wording.why(error)[1] is not None:  # another one's time was over
+                raise
+            raise wording.timed_out(self._outer.place(verb), timeout_s, wording.whom_awaited(error)) from error
         begin = None if meanwhile is None else partial(meanwhile, short.unbind())
         return self._rows_of(self._swap(block.view(-1), verb, left_s(deadline), begin))
 

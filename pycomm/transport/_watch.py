@@ -233,11 +233,6 @@ class Watch:
         """Says who is behind a connection that broke, and declares it."""
         return self.search(call, peer) or self.declare(self._failure_of("lost", peer, call))
 
-    def ended_among(self, ranks: Sequence[int]) -> Failure | None:
-        """Says which of ``ranks`` has ended, whoever broke the group."""
-        rank = min(self._ended().intersection(ranks), default=-1)
-        return self._failure_of("lost", rank, 0) if rank >= 0 else None
-
     # -- telling ----------------------------------------------------------------------------------------------------
 
     def announce(self, kind: str, rank: int, call: int) -> None:

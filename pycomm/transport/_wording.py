@@ -31,6 +31,7 @@ __all__ = [
     "splits_differ",
     "timed_out",
     "used_closed",
+    "whom_awaited",
     "why",
     "wrong_size",
 ]
@@ -183,17 +184,23 @@ def timed_out(place: Place | str, limit_s: float, awaited: str = "", is_broken: 
     whom = f", waiting for {awaited}, which is alive but has not arrived" if awaited else ""
     after = "; then make a new group, this one is broken" if is_broken else ""
     said = _explained(place, "timeout" if is_broken else "mere timeout")
-    return _located(
-        CollectiveTimeoutError(
-            f"{place}: did not finish within {limit_s:.3g} s{whom}; see whether every rank makes the same calls, or "
-            f"pass a longer timeout (seconds){after}{said}"
-        )
+    error = CollectiveTimeoutError(
+        f"{place}: did not finish within {limit_s:.3g} s{whom}; see whether every rank makes the same calls, or "
+        f"pass a longer timeout (seconds){after}{said}"
     )
+    error._awaited = awaited  # type: ignore[attr-defined]  # for the call that this one is a part of
+    return _located(error)
 
 
-def mismatch(place: Place | str, rows: Sequence[str]) -> CollectiveMismatchError:
-    """Returns the error of ranks that called different things: ``rows[r]`` is what rank r called."""
-    listed = "".join(f"\n  rank {rank}: {row}" for rank, row in enumerate(rows))
+def whom_awaited(error: CollectiveTimeoutError) -> str:
+    """Returns whom the call waited for whose time was over, "" if that is not known."""
+    awaited: str = getattr(error, "_awaited", "")
+    return awaited
+
+
+def mismatch(place: Place | str, rows: Sequence[str], ranks: Sequence[int] = ()) -> CollectiveMismatchError:
+    """Returns the error of ranks that called different things: ``rows[r]`` is what rank r called, or ``ranks[r]``."""
+    listed = "".join(f"\n  rank {rank}: {row}" for rank, row in zip(ranks or range(len(rows)), rows, strict=True))
     return _located(
         CollectiveMismatchError(
             f"{place}: the ranks called different collectives:{listed}\nNo buffer was written. Make the ranks call the "
@@ -248,29 +255,39 @@ def forked(place: Place | str) -> TransportError:
 
 
 def from_native(
-    kind: str, where: tuple[str, int, str, int, int], numbers: Sequence[int], calls: Sequence[tuple[int, int]]
+    kind: str,
+    where: tuple[str, int, str, int, int],
+    numbers: Sequence[int],
+    calls: Sequence[tuple[int, int]],
+    ranks: Sequence[int] = (),
 ) -> PycommError:
     """Returns the error for what csrc/shm threw; called by csrc/bindings/shm_errors.cpp.
 
-    ``where`` is a Place; ``numbers`` and ``calls`` (a header's word and numel, one a rank) depend on ``kind``.
+    ``where`` is a Place; ``numbers`` and ``calls`` (a header's word and numel, one a rank) depend on ``kind``. With
+    ``ranks`` the group is a part of the one in ``where``: its rank r is ``ranks[r]`` there.
     """
     place = Place(*where)
+    named = dict(enumerate(ranks))
     if kind in ("lost", "closed", "interrupted", "timeout"):
         rank, pid, status = numbers
-        return failed(place, Failure(kind, rank, pid, status))
+        return failed(place, Failure(kind, named.get(rank, rank), pid, status))
     if kind in ("late", "late message"):
         rank, pid, limit_ns = numbers
-        awaited = f"rank {rank} (pid {pid})" if rank >= 0 else ""
+        awaited = f"rank {named.get(rank, rank)} (pid {pid})" if rank >= 0 else ""
         return timed_out(place, limit_ns / 1e9, awaited, is_broken=kind == "late")
     if kind == "calls":
-        return mismatch(place, [_describe_word(word, numel) for word, numel in calls])
+        return mismatch(place, [_describe_word(word, numel) for word, numel in calls], ranks)
     if kind == "splits":
-        return splits_differ(place, *numbers)
+        source, target, sent, expected = numbers
+        return splits_differ(place, named.get(source, source), named.get(target, target), sent, expected)
     if kind == "size":
-        return wrong_size(place, *numbers)
+        source, tag, expected, got = numbers
+        return wrong_size(place, named.get(source, source), tag, expected, got)
     if kind == "no memory":
         source, tag, nbytes = numbers
-        text = f"rank {source} sends {nbytes % 2**64} bytes (tag {tag}) that nobody here has asked for"
+        text = (
+            f"rank {named.get(source, source)} sends {nbytes % 2**64} bytes (tag {tag}) that nobody here has asked for"
+        )
         after = "there is no memory to keep them; the group is broken, make a new one"
         return _located(TransportError(f"{place}: {text}, and {after}"))
     return {"closed by this rank": used_closed, "other thread": other_thread, "forked": forked}[kind](place)

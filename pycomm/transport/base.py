@@ -236,6 +236,12 @@ class Transport(ABC):
         """
         self._larger = weakref.ref(larger)  # which keeps this one
 
+    def is_part_of(self, ranks: Sequence[int], size: int) -> None:
+        """Has errors call rank r of this group ``ranks[r]`` of ``size``, as a group does that this one is a part of and
+        that hands its calls on; where errors of such a part are worded here.
+        """
+        return None
+
     def exchanger(self, nbytes: int) -> Exchange:
         """Returns what swaps frames of ``nbytes`` as ``exchange`` does, for many swaps beside large transfers.
 

@@ -82,6 +82,7 @@ class MixedTransport(Transport):
             if inner.takes_rows and [*chain(*topology.hosts)] == [*range(self.world_size)]:  # a host's block is one
                 self.native |= {"all_gather_single", "reduce_scatter_single"}
         inner.look_also_at(self)
+        inner.is_part_of(self._neighbours, self.world_size)
 
     @property
     def timeout_s(self) -> float:
@@ -125,15 +126,17 @@ class MixedTransport(Transport):
         if self._frames is None:
             return super().exchange_frames(frame, nbytes, verb, timeout_s)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._between_hosts(self._frames.swap, frame, nbytes, verb, limit_s, meanwhile)
+        return self._between_hosts(self._frames.swap, frame, verb, nbytes, limit_s, meanwhile)
 
     def exchanger(self, nbytes: int) -> Exchange:
         return partial(self._between_hosts, self.outer.exchanger(nbytes))
 
-    def _between_hosts(self, exchange: Callable[..., _Frames], *arguments: Any) -> _Frames:
+    def _between_hosts(
+        self, exchange: Callable[..., _Frames], frame: torch.Tensor, verb: str, *arguments: Any
+    ) -> _Frames:
         self.outer.calls = self.calls  # it words what goes wrong
-        with self.ending_both():
-            return exchange(*arguments)
+        with self.ending_both(verb):
+            return exchange(frame, verb, *arguments)
 
     @property
     def is_broken(self) -> bool:
@@ -142,12 +145,12 @@ class MixedTransport(Transport):
 
     def check_given_up(self, doing: str) -> None:
         self.outer.calls = self.calls
-        with self.ending_both():
+        with self.ending_both(doing):
             self.outer.check_given_up(doing)
 
     def check_lost(self, doing: str) -> None:
         self.outer.calls = self.calls
-        with self.ending_both():
+        with self.ending_both(doing):
             self.outer.check_lost(doing)
 
     def look_around(self) -> None:
@@ -187,7 +190,7 @@ class MixedTransport(Transport):
         reduction = ColumnReduction(self._column, output, input, its_op, its_factor)
         if agree is not None:
             agree(partial(reduction.begin, limit_s))
-        with self.ending_both():
+        with self.ending_both("all_reduce"):
             reduction.run(limit_s)
         if op is ReduceOp.AVG and its_op is ReduceOp.SUM:
             output.div_(self.world_size)
@@ -197,14 +200,14 @@ class MixedTransport(Transport):
     ) -> None:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         its_op, its_factor = self._as_sum(op, factor, input.itemsize)
-        with self.ending_both():
+        with self.ending_both("reduce_scatter_single"):
             _mixed_shards.reduce_scatter(self._column, output, input, its_op, its_factor, limit_s)
         if op is ReduceOp.AVG and its_op is ReduceOp.SUM:
             output.div_(self.world_size)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout_s: float | None) -> None:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        with self.ending_both():
+        with self.ending_both("all_gather_single"):
             _mixed_shards.all_gather(self._column, output, input, limit_s)
 
     def _as_sum(self, op: ReduceOp, factor: float, itemsize: int) -> tuple[ReduceOp, float]:
@@ -264,8 +267,11 @@ class MixedTransport(Transport):
                 raise self.outer.failed(f"receiving {nbytes} bytes from any rank with tag {tag}", failure)
 
     @contextlib.contextmanager
-    def ending_both(self, is_users: bool = False) -> Iterator[None]:
-        """See [Note: one failure for both]. Later calls say again what failed; ``is_users``: it is a user's message."""
+    def ending_both(self, doing: str = "", is_users: bool = False) -> Iterator[None]:
+        """See [Note: one failure for both]. Later calls say again what failed.
+
+        ``doing`` is the call of this group that those inside are parts of; ``is_users``: it is a message of a user's.
+        """
         if self._failure is not None:
             raise self._failure.again()
         try:
@@ -273,7 +279,7 @@ class MixedTransport(Transport):
         except TransportError as error:
             if is_users and isinstance(error, CollectiveTimeoutError) and not self.is_broken:
                 raise
-            cause = self._cause_of(error)
+            cause = self._cause_of(error, doing)
             self._failure = Remembered.of(cause)
             self.close()
             if cause is error:
@@ -284,30 +290,24 @@ class MixedTransport(Transport):
         """Returns what ended both, of which a thread that waited in one hears no more than that it is closed."""
         return error if self._failure is None else self._failure.again()
 
-    def _cause_of(self, error: TransportError) -> TransportError:
+    def _cause_of(self, error: TransportError, doing: str) -> TransportError:
         """Returns what broke the group as a whole, and tells the other hosts.
 
-        ``inner`` numbers its ranks by itself, and if one of them has closed it, that may be as another one has died.
+        If a rank of this host has closed ``inner``, that may be because another one has died.
         """
-        is_told = isinstance(error, PeerLostError | CollectiveTimeoutError)
-        if not is_told or not isinstance(self.outer, WatchedTransport):
+        is_of_ranks = isinstance(error, PeerLostError | CollectiveTimeoutError)
+        if not is_of_ranks or not isinstance(self.outer, WatchedTransport):
             return error
         self.outer.calls = self.calls
-        watch, (verb, inside) = self.outer.watch, why(error)
-        if isinstance(error, CollectiveTimeoutError) and inside is None:  # this rank's own
+        watch, (verb, known) = self.outer.watch, why(error)
+        if isinstance(error, CollectiveTimeoutError) and known is None:  # this rank's own
             if watch.failure is None:
                 watch.announce("timeout", self.rank, self.calls)
             return error
         failure = watch.search(self.calls)
-        if failure is None and inside is not None:  # of the outer transport it would be known there
-            failure = watch.declare(inside._replace(rank=self._neighbours[inside.rank], call=self.calls))
-        return error if failure is None else self.outer.failed(verb, failure)
-
-    def _lost_member(self, ranks: Sequence[int], error: PeerLostError) -> TransportError:
-        """Returns the error of making a group of ``ranks``, which has the lost one's rank in this group."""
-        if isinstance(self.outer, WatchedTransport) and (failure := self.outer.watch.ended_among(ranks)) is not None:
-            return self.outer.failed("new_group", failure)
-        return error
+        if failure is None and known is not None:
+            failure = watch.declare(known._replace(call=self.calls))
+        return error if failure is None or failure == known else self.outer.failed(doing or verb, failure)
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
@@ -328,11 +328,11 @@ class MixedTransport(Transport):
                 lambda: self.inner.split(neighbours, key, with_all=with_all),
                 lambda: self.outer.split(ranks, key, with_all=with_all),
             )
-        except PeerLostError as error:
+        except PeerLostError:
             if with_all:
-                with self.ending_both():
+                with self.ending_both("new_group"):
                     raise
-            raise self._lost_member(ranks, error) from error
+            raise
 
     def close(self) -> None:
         self._arrivals.close()
@@ -351,15 +351,15 @@ class _Routed(Request):
         self._is_users = is_users
 
     def test(self) -> bool:
-        with self._transport.ending_both(self._is_users):
+        with self._transport.ending_both(is_users=self._is_users):
             return self._request.test()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        with self._transport.ending_both(self._is_users):
+        with self._transport.ending_both(is_users=self._is_users):
             self._request.wait(timeout_s)
 
     def settle(self) -> None:
-        with self._transport.ending_both(self._is_users):
+        with self._transport.ending_both(is_users=self._is_users):
             self._request.settle()
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["ShmTransport", "connect"]
 
 _DTYPES = {getattr(torch, name): dtype.code for name in dir(torch) if (dtype := dtype_of_name(name)) is not None}
+
+
+class _Whole(NamedTuple):
+    """A group as errors call its ranks: rank r of this one, which may be a part of it, is ``ranks[r]`` of ``size``."""
+
+    ranks: Sequence[int]
+    size: int
 
 
 class _Host:
@@ -73,8 +80,11 @@ class ShmTransport(Transport):
         area: int,
         timeout_s: float,
         look: Callable[[], None] | None = None,
+        maker: _Whole | None = None,
     ) -> None:
-        """Meets the other members in ``area``; ``look`` raises what makes it vain to wait for them any longer."""
+        """Meets the other members in ``area``; ``look`` raises what makes it vain to wait for them any longer. Errors
+        of this are those of a call of ``maker``.
+        """
         self.rank = rank
         self.world_size = len(host_ranks)
         self._timeout_s = timeout_s
@@ -96,7 +106,10 @@ class ShmTransport(Transport):
             ranks_per_core=host.ranks_per_core,
             heaps=host.heaps,
             look=look,
+            maker_ranks=[] if maker is None else list(maker.ranks),
+            maker_size=0 if maker is None else maker.size,
         )
+        self._whole = _Whole(range(self.world_size), self.world_size)
         self.fast: Mapping[str, Callable[..., Any]] = MappingProxyType(
             self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
         )
@@ -138,6 +151,10 @@ class ShmTransport(Transport):
         super().look_also_at(larger)
         assert self._larger is not None
         self._group.look_elsewhere_by(partial(look_at, self._larger))
+
+    def is_part_of(self, ranks: Sequence[int], size: int) -> None:
+        self._whole = _Whole(ranks, size)
+        self._group.is_part_of(list(ranks), size)
 
     def record_on(self, log: Any) -> None:
         self._group.record_on(log)
@@ -265,7 +282,8 @@ class ShmTransport(Transport):
         look = self.look_around if with_all else None
         area = self._group.area_of_child(ranks[0], key, look)
         members, rank = [self._host_ranks[r] for r in ranks], list(ranks).index(self.rank)
-        return ShmTransport(self._host, members, rank, f"{self._group_name}.new", area, self.timeout_s, look)
+        maker = _Whole([self._whole.ranks[r] for r in ranks], self._whole.size)
+        return ShmTransport(self._host, members, rank, self._group_name, area, self.timeout_s, look, maker)
 
     def close(self) -> None:
         self._group.close()

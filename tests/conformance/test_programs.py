@@ -101,7 +101,7 @@ def makes_a_group_with_one_that_dies(rank: int) -> None:
     go_on_in_a_group_of(0, 2)
 
 
-@pytest.mark.parametrize("transport", ["torch", "mixed"])
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
 def test_a_rank_that_dies_as_a_group_is_made_is_named_by_its_rank_in_the_old_one(transport: str) -> None:
     run_ranks(4, makes_a_group_with_one_that_dies, transport=transport, casualties=[1, 3])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from typing import Any
 
@@ -83,6 +84,44 @@ def break_in_own_code(rank: int) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS + MPI)
 def test_an_exception_in_one_ranks_code_is_an_error_in_the_others(transport: str) -> None:
     run_ranks(RANKS, break_in_own_code, transport=transport)
+
+
+def wait_for_those_who_were_told(rank: int) -> None:
+    """One leaves, another one waits for it, a third for that one: who is told goes on without the group."""
+    if rank == 3:
+        return
+    with pytest.raises(PeerLostError, match=r"of 4: rank 3 \(pid \d+\) has closed the group") as caught:
+        pycomm.recv(torch.ones(5), {0: 2, 1: 0, 2: 3}[rank])
+    assert caught.value.rank == 3
+    with pytest.raises(PeerLostError, match="rank 3"):
+        pycomm.barrier()
+    check_sum(pycomm.new_group(range(3)))
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_who_leaves_is_told_to_those_who_do_not_wait_for_it(transport: str) -> None:
+    run_ranks(4, wait_for_those_who_were_told, transport=transport)
+
+
+def run_out_of_time_inside_a_host(rank: int, transport: str) -> None:
+    """Two hosts of two, for ``mixed``: one waits inside its host, and those of the other are told by its rank."""
+    check_sum()
+    told = pycomm.new_group()
+    if rank == 3:
+        pycomm.recv(torch.empty(1), 2, group=told)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        pycomm.all_reduce(torch.ones(200_000), timeout=0.2 if rank == 2 else None)
+    if rank == 2:
+        pycomm.send(torch.ones(1), 3, group=told)
+    awaited = r", waiting for rank 3 \(pid" if transport in ("shm", "mixed") else ""
+    expected = f"did not finish within 0.2 s{awaited}" if rank == 2 else rf"rank {rank} of 4: rank 2 \(pid"
+    assert re.search(expected, str(caught.value))
+    check_sum(pycomm.new_group())
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_a_timeout_inside_a_host_is_everybodys(transport: str) -> None:
+    run_ranks(4, run_out_of_time_inside_a_host, transport, transport=transport)
 
 
 def run_out_of_time(rank: int) -> None:
