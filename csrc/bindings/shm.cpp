@@ -123,9 +123,20 @@ void bind_group(py::module_& m) {
       .def("check_lost", &Group::check_lost, py::arg("doing"))
       .def("record_on", &Group::record_on, py::arg("log"))
       .def("set_name", &Group::set_name, py::arg("name"))
+      .def("tell_making", &Group::tell_making, py::arg("ranks"), py::arg("key"))
+      .def("made_by", &Group::made_by, py::arg("rank"))
+      .def("ended", &Group::ended)
       .def("is_part_of", [](Group& g, std::vector<int> ranks, int size) { g.is_part_of({std::move(ranks), size}); }, py::arg("ranks"), py::arg("size"))
       .def("look_elsewhere_by", [](Group& g, const py::function& look) { g.look_elsewhere_by(asking(look.ptr())); }, py::arg("look"))
       .def_property_readonly("is_broken", &Group::is_broken)
+      .def_property_readonly(
+          "failure",
+          [](const Group& g) -> py::object {
+            const auto found = g.failure();
+            if (!found) return py::none();
+            constexpr const char* kKinds[] = {"", "lost", "timeout", "closed", "interrupted"};  // as in _wording.py
+            return py::make_tuple(kKinds[static_cast<int>(found->first)], found->second);
+          })
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))
       .def("area_of_child",
            [](Group& g, int leader, std::uint64_t key, const py::object& look) { return g.area_of_child(leader, key, asking(look.ptr())); },

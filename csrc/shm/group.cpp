@@ -110,6 +110,32 @@ std::uint64_t Group::area_of_child(int leader, std::uint64_t key, const std::fun
   }
 }
 
+void Group::tell_making(const std::vector<int>& ranks, std::uint64_t key) {
+  std::uint64_t members[kMaxRanks / 64] = {};
+  for (const int r : ranks) members[r / 64] |= std::uint64_t{1} << r % 64;
+  Made& made = reinterpret_cast<Made*>(area_ + at_.made)[rank_];
+  store_release(made.making, 0);
+  for (int word = 0; word < kMaxRanks / 64; ++word) store_release(made.members[word], members[word]);
+  store_release(made.making, ranks.empty() ? 0 : key);
+}
+
+std::pair<std::vector<int>, std::uint64_t> Group::made_by(int rank) const {
+  const Made& made = reinterpret_cast<const Made*>(area_ + at_.made)[rank];
+  const std::uint64_t key = load_acquire(made.making);
+  std::vector<int> members;
+  for (int r = 0; r < ranks_; ++r)
+    if ((load_acquire(made.members[r / 64]) >> r % 64 & 1) != 0) members.push_back(r);
+  if (key == 0 || load_acquire(made.making) != key) return {};  // it is just being written
+  return {members, key};
+}
+
+std::vector<int> Group::ended() const {
+  std::vector<int> found;
+  for (int r = 0; r < ranks_; ++r)
+    if (has_ended(setup_.pidfds[r])) found.push_back(r);
+  return found;
+}
+
 bool Group::is_in_child() const { return forks() != forks_at_start_; }
 
 void Group::set_name(const std::string& name) {

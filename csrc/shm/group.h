@@ -144,6 +144,8 @@ class Group {
   void check_lost(const char* doing) {
     for (int r = 0; r < ranks_; ++r) waiter_->look_around(r, doing);
   }
+  // What broke the group, by its kind and the rank that it is about; nothing while it is whole.
+  std::optional<std::pair<FailureKind, int>> failure() const { return waiter_->failure(); }
   bool is_broken() const { return load_acquire(reinterpret_cast<const Control*>(area_)->failure) != 0; }
   void set_name(const std::string& name);  // as the errors call the group
   void is_part_of(const Whole& whole);     // and its ranks
@@ -156,6 +158,10 @@ class Group {
   // The area of a new group that `leader` of this one is the first member of, and that its members call `key`, as no other; called
   // by them, also when this group is broken or closed. `look`, if it is any, throws if it is vain to wait for the leader.
   std::uint64_t area_of_child(int leader, std::uint64_t key, const std::function<void()>& look = {});
+  // Leaves word that this rank makes a group of `ranks` of this one, by the name `key`; none: it does not any more.
+  void tell_making(const std::vector<int>& ranks, std::uint64_t key);
+  std::pair<std::vector<int>, std::uint64_t> made_by(int rank) const;  // what that one has left word of
+  std::vector<int> ended() const;                                      // the ranks whose processes have ended
 
   // Point-to-point messages.
   Mailbox& mailbox() { return *mailbox_; }

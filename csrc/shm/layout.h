@@ -67,6 +67,8 @@ struct alignas(2 * kLine) Ping {
 struct alignas(2 * kLine) Made {
   std::uint64_t key;       // which new group; 0 while this is being written
   std::uint64_t area;
+  std::uint64_t making;    // the key of the new group that the rank is making, or waits for; 0 for none
+  std::uint64_t members[kMaxRanks / 64];  // of that, a bit each
 };
 
 // A rank that sleeps says here for whom; see wait.h.

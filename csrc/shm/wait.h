@@ -23,7 +23,9 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -114,7 +116,9 @@ class Waiter {
   void check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come, bool is_users = false);
   // The part of `check` without the call's own: throws if the group is broken or a rank of it is dead.
   void look_around(int peer, const char* doing);
-  // Throws what Control::failure says, if it says anything.
+  // What Control::failure says, if it says anything: its kind, and the rank that it is about.
+  std::optional<std::pair<FailureKind, int>> failure() const;
+  // Throws that.
   void throw_if_broken(const char* doing) const;
   // Sleeps until somebody publishes, or for `nap_ns`; `is_ready` and the control line are looked at once more
   // before. tests/model/barrier.pml is the proof.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from ..algorithms.executor import meet
 from ..config import seconds
 from ..errors import PeerLostError
+from ..transport._crossings import key_of
 
 if TYPE_CHECKING:
     from ..algorithms._agreement import Agreement
@@ -70,12 +70,10 @@ class Subgroups:
             return transport
 
     def _key_of(self, group_ranks: Sequence[int]) -> int:
-        """Returns what names the next group of these members to them, a positive int64: by nothing else than who they
-        are, and how many they have made. After a failure the ranks have made different groups, or none.
-        """
+        """Returns the key of the next group of these members: see [Note: one key for a group]."""
         members = tuple(group_ranks)
         self._made[members] += 1
-        return int.from_bytes(blake2b(f"{members} {self._made[members]}".encode(), digest_size=8).digest()) >> 1
+        return key_of(members, self._made[members])
 
 
 def _agree_on_members(group: Group, agreement: Agreement, group_ranks: Sequence[int] | None, with_all: bool) -> None:
@@ -83,6 +81,9 @@ def _agree_on_members(group: Group, agreement: Agreement, group_ranks: Sequence[
     call this to go on without the others, are left to ask: then they meet in the new group alone.
     """
     if group.transport.is_broken and not with_all:
+        failure = group.transport.failure
+        if failure is not None and failure.kind in ("lost", "closed") and failure.rank in (group_ranks or ()):
+            group.transport.check_lost("new_group")  # the caller has not been told yet
         return
     try:
         with group.on_board("new_group"):

@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed
 
-from ..errors import NativeUnavailableError
-from ..ops import native
-from ..topology import host_id
+from ._crossings import Making
 from ._patience import Patience
+from ._processes import GONE, Process, Processes
 from ._wording import NO_STATUS, Failure
 from .base import ANNOUNCEMENT_TAG
 
@@ -62,17 +61,6 @@ def slices_s() -> Iterator[float]:
         slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
 
 
-class Process(NamedTuple):
-    """A rank's process. ``start`` tells it from a later one of the same pid; ``fd`` is its pidfd, or one of the codes
-    below.
-    """
-
-    pid: int
-    start: str
-    place: str  # host and pid namespace
-    fd: int = -1
-
-
 class Message(NamedTuple):
     """One that a rank waits for: the next from ``peer``, or what it sent there after ``order`` others of this tag."""
 
@@ -99,22 +87,10 @@ class _LastWord(NamedTuple):
     received: dict[str, int]
 
 
-class _Processes:
-    """The processes of the ranks of ``init``; groups made from it share them. Closes the pidfds with the last."""
-
-    def __init__(self, members: Sequence[Process]) -> None:
-        self.members = tuple(members)
-
-    def __del__(self) -> None:
-        for member in self.members:
-            if member.fd >= 0:
-                os.close(member.fd)
-
-
 class Watch:
     """The ranks of one group, as seen from this one. ``failure`` is what broke the group, None as long as it works."""
 
-    def __init__(self, processes: _Processes, ranks: Sequence[int], rank: int, store: Store | None) -> None:
+    def __init__(self, processes: Processes, ranks: Sequence[int], rank: int, store: Store | None) -> None:
         """``ranks`` are the members by their rank in ``init``, ``store`` this group's own part of the job's store."""
         self.failure: Failure | None = None
         self._processes = processes
@@ -142,20 +118,16 @@ class Watch:
 
         Raises CollectiveTimeoutError if one does not come within ``patience``.
         """
-        process = json.dumps(_this_process())
-        keys = patience.meet(store, "process", rank, world_size, word=process, to="come to connect")
+        keys = patience.meet(store, "process", rank, world_size, word=Process.description(), to="come to connect")
         can_multi_get = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
         told = store.multi_get(keys) if can_multi_get else [store.get(key) for key in keys]
-        members = []
-        for member, value in enumerate(told):
-            pid, start, place = json.loads(value)
-            members.append(_look_up(Process(int(pid), str(start), str(place)), member == rank))
-        return cls(_Processes(members), range(world_size), rank, _part(store, "watch"))
+        members = [Process.described(bytes(value).decode()).look_up() for value in told]
+        return cls(Processes(members), range(world_size), rank, _part(store, "watch"))
 
     @classmethod
     def nobody(cls, rank: int) -> Watch:
         """A watch that sees no process and has no store: all it does is to remember ``failure``."""
-        return cls(_Processes(()), (), rank, None)
+        return cls(Processes(()), (), rank, None)
 
     def split(self, ranks: Sequence[int], rank: int, key: str) -> Watch:
         """Returns the watch of a new group of ``ranks`` of this one, where this rank is ``rank``."""
@@ -253,6 +225,35 @@ class Watch:
                     found = _soon_told(store) or found
         self.failure = self.failure or found
         return self.failure
+
+    def tell_making(self, ranks: Sequence[int], key: int) -> None:
+        """As ``Crossings`` needs it."""
+        store = self._store or self._closed_store
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"making{self._rank}", json.dumps([list(ranks), key]))
+
+    def tell_ended(self, rank: int) -> None:
+        """Leaves word that ``rank`` has ended, for those of other hosts who wait for it though the group is broken."""
+        store = self._store or self._closed_store
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"ended{rank}", "1")
+                store.set("ended", "1")
+
+    def loss_among(self, ranks: Sequence[int]) -> Failure | None:
+        """Says which of ``ranks`` has ended, by what this host knows and what other ranks have left word of."""
+        rank = min(self.ended() & set(ranks), default=-1)
+        return None if rank < 0 else self._failure_of("lost", rank, 0)
+
+    def made_by(self, rank: int) -> Making:
+        """As ``Crossings`` needs it."""
+        store, name = self._store or self._closed_store, f"making{rank}"
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check([name]):
+                members, key = json.loads(store.get(name))
+                return Making(frozenset(members), key)
+        return Making()
 
     def close(self, calls: int) -> None:
         """Tells the others that this rank leaves after ``calls`` collectives, in good order or as another did."""
@@ -361,24 +362,30 @@ class Watch:
         found = self._ended()
         if not found and self._members:
             self._next = (self._next + 1) % len(self._members)
-            found = {rank for rank in {self._suspect, self._next} if rank >= 0 and _is_dying(self._members[rank])}
+            found = {rank for rank in {self._suspect, self._next} if rank >= 0 and self._members[rank].is_dying()}
         return min(found, default=-1)
 
     def _ended(self) -> set[int]:
         """Returns the ranks whose processes have ended, as far as this host knows."""
         with self._polling:
             found = {self._fds[fd] for fd, _ in self._poll.poll(0)}
-        return found | {rank for rank, member in enumerate(self._members) if member.fd == _GONE}
+        return found | {rank for rank, member in enumerate(self._members) if member.fd == GONE}
+
+    def ended(self) -> AbstractSet[int]:
+        """As ``Crossings`` needs it: also those that others have told of."""
+        found, store = self._ended(), self._store or self._closed_store
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check(["ended"]):
+                found |= {rank for rank in range(len(self._ranks)) if store.check([f"ended{rank}"])}
+        return found
 
     def _failure_of(self, kind: str, rank: int, call: int) -> Failure:
         member = self._members[rank] if self._members and rank >= 0 else None
-        status = NO_STATUS if member is None or kind != "lost" else _exit_status(member)
+        status = NO_STATUS if member is None or kind != "lost" else member.exit_status()
         return Failure(kind, rank, 0 if member is None else member.pid, status, call)
 
 
 _TAGS = 1 << 15  # all of gloo's; over MPI a program may use a new one in each step, for ever
-_OUT_OF_SIGHT = -1
-_GONE = -2  # had ended before it could be looked up
 
 
 def _told(store: Any) -> Failure | None:
@@ -401,50 +408,6 @@ def _last_word(store: Any, rank: int) -> _LastWord | None:
     """Returns what a rank had done when it closed the group, None if it has not closed it."""
     key = f"closed{rank}"
     return _LastWord(*json.loads(store.get(key))) if store.check([key]) else None
-
-
-def _this_process() -> tuple[int, str, str]:
-    namespace = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
-    return os.getpid(), _start_of(os.getpid()), f"{host_id()}/{namespace}"
-
-
-def _start_of(pid: int) -> str:
-    """Returns when a process was started, in clock ticks since boot; "" if it is not there."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def _look_up(member: Process, is_self: bool) -> Process:
-    """Returns ``member`` with its pidfd, if it is of this host and not this process itself."""
-    if is_self or member.place != _this_process()[2]:
-        return member
-    try:
-        fd = os.pidfd_open(member.pid)
-    except ProcessLookupError:
-        return member._replace(fd=_GONE)
-    except OSError:  # the kernel is older than 5.3, or out of descriptors
-        return member._replace(fd=_OUT_OF_SIGHT)
-    if _start_of(member.pid) == member.start:
-        return member._replace(fd=fd)
-    os.close(fd)  # another process has its pid by now
-    return member._replace(fd=_GONE)
-
-
-def _is_dying(member: Process) -> bool:
-    try:
-        return member.fd >= 0 and native().is_dead(member.fd, member.pid)
-    except NativeUnavailableError:
-        return False
-
-
-def _exit_status(member: Process) -> int:
-    try:
-        return native().exit_status(member.fd, member.pid) if member.fd >= 0 else NO_STATUS
-    except NativeUnavailableError:
-        return NO_STATUS
 
 
 def _part(store: Any, name: str) -> Any:

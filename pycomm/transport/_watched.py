@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveTimeoutError, PeerLostError
 from . import _wording as wording
+from ._crossings import Crossings
 from ._watch import SLICE_S
 from .base import ANNOUNCEMENT_TAG, Request, Transport, look_at
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..errors import TransportError
+    from ._patience import Look
     from ._watch import Message, Watch
 
 __all__ = ["Lateness", "WatchedTransport"]
@@ -43,12 +46,20 @@ class WatchedTransport(Transport):
 
     watch: Watch
     _messages: Any  # each transport's own kind; all have these two
+    _crossings: Crossings | None = None
     _glance_s = 0.0  # when who only asks looks around next; 0.0: nobody has yet
 
     @property
-    def is_broken(self) -> bool:
-        """Whether a rank has died, left or run out of time in this group, as far as this one knows."""
-        return self.watch.failure is not None
+    def failure(self) -> wording.Failure | None:
+        """What broke this group, as far as this rank knows; None while it is whole."""
+        return self.watch.failure
+
+    @property
+    def crossings(self) -> Crossings:
+        """What groups its ranks make of this one."""
+        if self._crossings is None:
+            self._crossings = Crossings(self.watch)
+        return self._crossings
 
     def abandon(self) -> None:
         self.watch.announce("interrupted", self.rank, self.calls)
@@ -100,31 +111,65 @@ class WatchedTransport(Transport):
         self._glance_s = now_s + SLICE_S
 
     @contextlib.contextmanager
-    def making(self, theirs: Watch, rank: int) -> Iterator[None]:
-        """The span in which a group is made whose watch is ``theirs``: tells its ranks if this one, ``rank`` there,
-        gives up.
+    def telling(self, ranks: Sequence[int], theirs: Watch) -> Iterator[None]:
+        """The span in which a group of ``ranks`` is made whose watch is ``theirs``: tells its ranks if this one gives
+        up.
         """
         try:
             yield
         except PeerLostError:
             raise
         except BaseException as error:  # Ctrl-C, too: while they make it they may not look into this group's word
-            theirs.announce("timeout" if isinstance(error, CollectiveTimeoutError) else "interrupted", rank, 0)
+            kind = "timeout" if isinstance(error, CollectiveTimeoutError) else "interrupted"
+            theirs.announce(kind, list(ranks).index(self.rank), 0)
             raise
 
-    def look_at_members(self, ranks: Sequence[int], theirs: Watch, with_all: bool) -> Callable[[], None]:
+    def split(
+        self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False, look: Look | None = None
+    ) -> WatchedTransport | None:
+        if ranks is None or self.rank not in ranks:
+            return None
+        self.check_can_make(ranks)
+        with self.crossings.making(self, ranks, key, partial(self.look_at_makers, ranks, look)) as common_key:
+            return self.make_group(ranks, common_key, with_all, look)
+
+    @abstractmethod
+    def check_can_make(self, ranks: Sequence[int]) -> None:
+        """Raises ConfigError if no group of ``ranks`` can be made of this one."""
+
+    @abstractmethod
+    def make_group(self, ranks: Sequence[int], key: int, with_all: bool, look: Look | None) -> WatchedTransport:
+        """As ``split``, on a member."""
+
+    def look_at_makers(self, ranks: Sequence[int], look: Look | None = None) -> None:
+        """Looks around once while ``ranks`` make a group of theirs; raises what ends that, as this group has it."""
+        if self.crossings.is_second(self, ranks):
+            self.check_whole("new_group")
+        failure = self.watch.loss_among(ranks) if self.is_broken else None
+        if failure is not None:
+            raise self.failed("new_group", failure)
+        if look is not None:
+            look()
+
+    def look_at_members(
+        self, ranks: Sequence[int], theirs: Watch, with_all: bool, look: Look | None
+    ) -> Callable[[], None]:
         """Returns what looks around once while ``ranks`` make a group of theirs: it raises what has ended that.
 
         ``theirs`` is the watch of the new group. This group may be broken, and the new one be made of those who live:
-        then, unless ``with_all``, only what happens to those counts.
+        then, unless ``with_all``, only what happens to those counts. ``look`` is asked, too.
         """
         own = self.watch if with_all or not self.is_broken else None
-        return partial(self._check_members, ranks, theirs, own, with_all)
+        return partial(self._check_members, ranks, theirs, own, with_all, look)
 
-    def _check_members(self, ranks: Sequence[int], theirs: Watch, own: Watch | None, with_all: bool) -> None:
+    def _check_members(
+        self, ranks: Sequence[int], theirs: Watch, own: Watch | None, with_all: bool, look: Look | None
+    ) -> None:
         failure = theirs.look(0)
         if failure is not None:
             failure = theirs.declare(failure)
+            if failure.kind == "lost":
+                self.watch.tell_ended(ranks[failure.rank])
             if own is not None and failure.kind == "interrupted":  # in a call of this group, which is not whole either
                 own.announce(failure.kind, ranks[failure.rank], self.calls)
             raise self.failed_member(ranks, failure)
@@ -133,6 +178,11 @@ class WatchedTransport(Transport):
             failure = own.declare(failure)  # for those who wait in it for this rank, which does not come back to it
             if with_all or failure.rank in ranks:  # else the new one does without that rank
                 raise self.failed("new_group", failure)
+        try:
+            self.look_at_makers(ranks, look)
+        except PeerLostError:  # of the old group, which the members of the new one need not know of
+            theirs.announce("interrupted", list(ranks).index(self.rank), 0)
+            raise
 
     def failed_member(self, ranks: Sequence[int], failure: wording.Failure) -> TransportError:
         """Returns the error of making a group of ``ranks``, which ``failure``, by its rank there, has ended."""

@@ -33,12 +33,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from ..errors import ConfigError
-from ._wording import Place
+from ._wording import Failure, Place
 
 if TYPE_CHECKING:
     import torch
 
     from ..types import ReduceOp
+    from ._patience import Look
 
     Exchange = Callable[[torch.Tensor, str, float | None], torch.Tensor]  # as Transport.exchange
     Meanwhile = Callable[[], None]  # what a rank does while frames are on their way
@@ -263,9 +264,16 @@ class Transport(ABC):
         return None
 
     @property
+    def failure(self) -> Failure | None:
+        """What broke this group, as far as this rank knows; None while it is whole, and where nobody says more than
+        ``is_broken``.
+        """
+        return None
+
+    @property
     def is_broken(self) -> bool:
         """Whether a failure has ended this group for good, as far as this rank knows."""
-        return False
+        return self.failure is not None
 
     def abandon(self) -> None:
         """This rank leaves a call in the middle (Ctrl-C): the group is broken, here and for those that wait for it."""
@@ -375,7 +383,9 @@ class Transport(ABC):
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> Transport | None:
+    def split(
+        self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False, look: Look | None = None
+    ) -> Transport | None:
         """A transport of the same kind joining ``ranks`` of this group, in that order; None on a rank that is not
         among them.
 
@@ -383,6 +393,10 @@ class Transport(ABC):
         a positive int64, is the same on the new group's ranks and of no other group, so that a transport needs no
         exchange to name it. Those who live may call it on a group that is broken, or breaks meanwhile, unless
         ``with_all``: then nobody waits here for a rank that knows of that and does not come.
+
+        A rank that does not know of the loss may come here for a group of ranks that live, while others, who do, wait
+        for it in another one: it gets the error of the loss (``_crossings.py``). What waits for the members asks
+        ``look``, too, which raises what else makes it vain.
         """
 
     @abstractmethod

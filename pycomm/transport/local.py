@@ -25,6 +25,7 @@ from .base import Request, Transport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
+    from ._patience import Look
 
 __all__ = ["LocalTransport", "LocalWorld", "connect"]
 
@@ -178,7 +179,9 @@ class LocalTransport(Transport):
             receive.fail_if_lost()
         return receive
 
-    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> LocalTransport | None:
+    def split(
+        self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False, look: Look | None = None
+    ) -> LocalTransport | None:
         self._check_open()
         if ranks is None or self.rank not in ranks:
             return None

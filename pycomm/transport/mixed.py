@@ -37,10 +37,11 @@ from ._mixed_arrivals import Announced, Arrivals
 from ._mixed_column import Column
 from ._mixed_reduce import ColumnReduction
 from ._watched import WatchedTransport
-from ._wording import Remembered, why
+from ._wording import Failure, Remembered, why
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
+    from ._patience import Look
     from .base import Exchange, Meanwhile, MeanwhileOnHost
 
 __all__ = ["MixedTransport", "connect"]
@@ -142,6 +143,11 @@ class MixedTransport(Transport):
     def is_broken(self) -> bool:
         """Whether a failure has ended this group for good, as far as this rank knows."""
         return self._failure is not None or self.outer.is_broken or self.inner.is_broken
+
+    @property
+    def failure(self) -> Failure | None:
+        """What broke this group, as far as this rank knows and the hosts have told one another."""
+        return self.outer.failure
 
     def check_given_up(self, doing: str) -> None:
         self.outer.calls = self.calls
@@ -287,8 +293,13 @@ class MixedTransport(Transport):
             raise cause from error
 
     def reason(self, error: PycommError) -> PycommError:
-        """Returns what ended both, of which a thread that waited in one hears no more than that it is closed."""
-        return error if self._failure is None else self._failure.again()
+        """Returns what ended both, which this error may be the first word of.
+
+        Of what another thread has found one that waits in a part hears no more than that it is closed.
+        """
+        if self._failure is not None:
+            return self._failure.again()
+        return self._cause_of(error, "") if isinstance(error, TransportError) else error
 
     def _cause_of(self, error: TransportError, doing: str) -> TransportError:
         """Returns what broke the group as a whole, and tells the other hosts.
@@ -311,23 +322,23 @@ class MixedTransport(Transport):
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> Transport | None:
+    def split(
+        self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False, look: Look | None = None
+    ) -> Transport | None:
         if ranks is None or self.rank not in ranks:
             return None
-        if self.is_broken and self._failure is None:
-            # One part is, as a thread that listens has found. Who makes another group does not come back to this one,
-            # so those who wait for it in the other part are told.
-            with contextlib.suppress(TransportError), self.ending_both():
-                self.outer.check_whole("new_group")
-                self.inner.check_lost("new_group")
         topology = Topology.of_hosts([self.topology.host_of(rank) for rank in ranks])
         neighbours = [self._local[rank] for rank in ranks if rank in self._local]
+        outer = self.outer
+        assert isinstance(outer, WatchedTransport), "gloo or MPI"
+        look = partial(outer.look_at_makers, ranks)  # while the ranks of this host wait for one another
         try:
-            return _join(
-                topology,
-                lambda: self.inner.split(neighbours, key, with_all=with_all),
-                lambda: self.outer.split(ranks, key, with_all=with_all),
-            )
+            with outer.crossings.making(self, ranks, key, look) as common_key:
+                return _join(
+                    topology,
+                    lambda: self.inner.split(neighbours, common_key, with_all=with_all, look=look),
+                    lambda: outer.split(ranks, common_key, with_all=with_all),
+                )
         except PeerLostError:
             if with_all:
                 with self.ending_both("new_group"):

@@ -193,15 +193,16 @@ class MpiTransport(WatchedTransport):
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> MpiTransport | None:
-        if ranks is None or self.rank not in ranks:
-            return None
+    def check_can_make(self, ranks: Sequence[int]) -> None:
+        self.open_communicator()
+
+    def make_group(self, ranks: Sequence[int], key: int, with_all: bool, look: Look | None) -> MpiTransport:
         comm = self.open_communicator()
         rank = list(ranks).index(self.rank)
         watch = self.watch.split(ranks, rank, f"split{key}/{list(ranks)}")
         # MPI has no way to make a communicator without blocking. Once all members are here it does not block for long.
-        with self.making(watch, rank):
-            self._messages.meet(ranks, key, self.look_at_members(ranks, watch, with_all))
+        with self.telling(ranks, watch):
+            self._messages.meet(ranks, key, self.look_at_members(ranks, watch, with_all, look))
             try:
                 members = comm.Get_group().Incl(list(ranks))
                 child = comm.Create_group(members, key % (self.largest_tag + 1))

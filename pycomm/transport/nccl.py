@@ -26,7 +26,7 @@ import torch
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
 from ..types import ReduceOp
 from ._nccl_library import IN_PROGRESS, REMOTE_ERROR, SUCCESS, Event, Library, import_nccl
-from ._patience import Patience
+from ._patience import Look, Patience
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -211,7 +211,9 @@ class NcclTransport(Transport):
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> NcclTransport | None:
+    def split(
+        self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False, look: Look | None = None
+    ) -> NcclTransport | None:
         is_member = ranks is not None and self.rank in ranks
         rank = list(ranks).index(self.rank) if ranks is not None and is_member else 0
         with self._calling("split", None) as communicator:

@@ -7,9 +7,11 @@ noticed within a few milliseconds by every rank that waits.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -19,9 +21,10 @@ import torch
 from ..errors import ConfigError
 from ..ops import native
 from ..types import VERBS, ReduceOp, dtype_of_name
+from ._crossings import Crossings, Making
 from ._handoff import share_memory
-from ._patience import Patience
-from ._wording import CODES
+from ._patience import Look, Patience
+from ._wording import CODES, Failure
 from .base import Request, Transport, look_at
 
 if TYPE_CHECKING:
@@ -60,6 +63,23 @@ class _Host:
                 close(fd)
 
 
+class _Words:
+    """Those of a native group, for ``Crossings``."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def tell_making(self, ranks: Sequence[int], key: int) -> None:
+        self._group.tell_making(list(ranks), key)
+
+    def made_by(self, rank: int) -> Making:
+        members, key = self._group.made_by(rank)
+        return Making(frozenset(members), key)
+
+    def ended(self) -> AbstractSet[int]:
+        return frozenset(self._group.ended())
+
+
 class ShmTransport(Transport):
     """Joins ranks of one host through the host's memory."""
 
@@ -79,7 +99,7 @@ class ShmTransport(Transport):
         group_name: str,
         area: int,
         timeout_s: float,
-        look: Callable[[], None] | None = None,
+        look: Look | None = None,
         maker: _Whole | None = None,
     ) -> None:
         """Meets the other members in ``area``; ``look`` raises what makes it vain to wait for them any longer. Errors
@@ -110,6 +130,7 @@ class ShmTransport(Transport):
             maker_size=0 if maker is None else maker.size,
         )
         self._whole = _Whole(range(self.world_size), self.world_size)
+        self._crossings = Crossings(_Words(self._group))
         self.fast: Mapping[str, Callable[..., Any]] = MappingProxyType(
             self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
         )
@@ -138,6 +159,12 @@ class ShmTransport(Transport):
     def is_broken(self) -> bool:
         """Whether a rank has died, left or run out of time in this group."""
         return bool(self._group.is_broken)
+
+    @property
+    def failure(self) -> Failure | None:
+        """What broke this group, None while it is whole."""
+        found: tuple[str, int] | None = self._group.failure
+        return None if found is None else Failure(*found)
 
     def check_lost(self, doing: str) -> None:
         self._group.check_lost(doing)
@@ -276,14 +303,27 @@ class ShmTransport(Transport):
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> ShmTransport | None:
+    def split(
+        self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False, look: Look | None = None
+    ) -> ShmTransport | None:
         if ranks is None or self.rank not in ranks:
             return None
-        look = self.look_around if with_all else None
-        area = self._group.area_of_child(ranks[0], key, look)
+        look = partial(self._look_at_makers, ranks, with_all, look)
         members, rank = [self._host_ranks[r] for r in ranks], list(ranks).index(self.rank)
         maker = _Whole([self._whole.ranks[r] for r in ranks], self._whole.size)
-        return ShmTransport(self._host, members, rank, self._group_name, area, self.timeout_s, look, maker)
+        # A transport that this one is a part of has found the key, and looks for crossings itself.
+        is_part = self._larger is not None
+        with contextlib.nullcontext(key) if is_part else self._crossings.making(self, ranks, key, look) as key:
+            area = self._group.area_of_child(ranks[0], key, look)
+            return ShmTransport(self._host, members, rank, self._group_name, area, self.timeout_s, look, maker)
+
+    def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
+        if with_all:
+            self.look_around()
+        elif self._larger is None and self._crossings.is_second(self, ranks):
+            self.check_lost("new_group")
+        if look is not None:
+            look()
 
     def close(self) -> None:
         self._group.close()

@@ -26,7 +26,7 @@ from ..types import ReduceOp
 from . import _wording as wording
 from ._gloo_group import Failed, Meeting, come_together, connection_to, host_of, make_group
 from ._gloo_sockets import NOT_CORKED
-from ._patience import Patience
+from ._patience import Look, Patience
 from ._torch_exchange import PostedExchange
 from ._torch_messages import FramedMessages, PlainMessages, timeout_of
 from ._torch_waits import given_up
@@ -240,26 +240,27 @@ class TorchTransport(WatchedTransport):
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int] | None, key: int, *, with_all: bool = False) -> TorchTransport | None:
-        if ranks is None or self.rank not in ranks:
-            return None
+    def check_can_make(self, ranks: Sequence[int]) -> None:
         if self._store is None or set(self.backends.values()) != {"gloo"}:
             kinds = ", ".join(sorted(self.backends.values()))
             raise ConfigError(
                 f"cannot split a torch process group of {kinds}: expected gloo, "
                 f"in a group that torch.distributed made; pass the result of torch.distributed.new_group({list(ranks)})"
             )
+
+    def make_group(self, ranks: Sequence[int], key: int, with_all: bool, look: Look | None) -> TorchTransport:
+        assert self._store is not None, "it is whole"
         names = "-".join(str(rank) for rank in ranks)
         name = f"split{key}/{names}"
         rank = list(ranks).index(self.rank)
         store, watch = dist.PrefixStore(name, self._store), self.watch.split(ranks, rank, name)
         patience = Patience(self.timeout_s)
         connection, self._connection = self._connection or connection_to(self._store), None
-        look = self.look_at_members(ranks, watch, with_all)
+        look = self.look_at_members(ranks, watch, with_all, look)
         meeting = Meeting(
             store, dist.PrefixStore(name, connection), rank, len(ranks), patience.looking(look), self._host
         )
-        with self.making(watch, rank):
+        with self.telling(ranks, watch):
             if not come_together(meeting):
                 raise wording.timed_out(self.place("new_group"), patience.timeout_s, is_broken=False)
             made = _join(meeting._replace(patience=patience), watch, partial(self.failed_member, ranks))

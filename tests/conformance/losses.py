@@ -32,8 +32,8 @@ def bereaved(rank: int, seed: int, transport: str, how: str) -> list[str]:
     """One rank's part."""
     ranks = pycomm.world_size()
     victim = _victim_of(seed, ranks)
-    # By new_group a rank that was not told yet may wait for those who were, and make another group: docs/faults.md.
-    program = Program(rank, seed, transport, groups_by=("split",))
+    # Of one of all others nobody could say whether it is the program's or that of those who go on: docs/faults.md.
+    program = Program(rank, seed, transport, group_sizes=[size for size in range(1, ranks + 1) if size != ranks - 1])
     if rank == victim:
         _lose(program, random.Random(seed), how)
         return []
@@ -59,9 +59,7 @@ def bereaved(rank: int, seed: int, transport: str, how: str) -> list[str]:
         except Exception as error:
             error.add_note(f"waiting for {what}, after {told}")
             raise
-    # In an order that no step gives: one that is told later may make a group of the same ranks in a step of its own.
-    left = [member for member in reversed(range(ranks)) if member != victim]
-    survivors = pycomm.new_group(left, sort_ranks=False)
+    survivors = pycomm.new_group([member for member in range(ranks) if member != victim])
     assert isinstance(survivors, pycomm.Group)
     Program(rank, seed + 1, transport, survivors).run(30)
     return told

@@ -15,7 +15,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,16 +58,17 @@ class Program:
         seed: int,
         transport: str,
         world: Any = None,
-        groups_by: tuple[str, ...] = ("new_group", "split"),
+        group_sizes: Sequence[int] = (),
     ) -> None:
+        """``group_sizes`` are those of the groups that it makes by ``new_group``, by default any."""
         world = world or pycomm.get_group()
+        self.group_sizes = group_sizes or range(1, len(world.ranks) + 1)
         self.rank = rank
         self.world = world
         self.seed = seed
         self.dice = random.Random(seed)
         self.own = random.Random(seed * 1000 + rank)
         self.transport = transport
-        self.groups_by = groups_by
         self.step = 0
         self.groups = [Made(world, world.ranks)]
         self.under_way: list[tuple[Any, Callable[[], None], str]] = []
@@ -414,9 +415,9 @@ class Program:
     def new_group(self) -> None:
         if len(self.groups) >= MOST_GROUPS:
             return
-        if self.dice.choice(self.groups_by) == "new_group":
+        if self.dice.choice(("new_group", "split")) == "new_group":
             everyone = self.world.ranks
-            ranks = tuple(sorted(self.dice.sample(everyone, self.dice.randrange(1, len(everyone) + 1))))
+            ranks = tuple(sorted(self.dice.sample(everyone, self.dice.choice(self.group_sizes))))
             self.note(f"new_group {ranks}")
             self.groups.append(Made(pycomm.new_group(ranks, group=self.world), ranks, name=(self.step, 0)))
             return

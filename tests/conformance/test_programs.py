@@ -106,6 +106,27 @@ def test_a_rank_that_dies_as_a_group_is_made_is_named_by_its_rank_in_the_old_one
     run_ranks(4, makes_a_group_with_one_that_dies, transport=transport, casualties=[1, 3])
 
 
+def makes_a_group_of_the_living_before_it_is_told(rank: int, others: tuple[int, ...]) -> None:
+    """As a step of its program, ``others`` as well, who have been told and go on without that one."""
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerLostError, match="rank 3") as caught:
+        if rank in others:
+            pycomm.barrier()
+        else:
+            pycomm.new_group([0, *others][:2])
+    assert caught.value.rank == 3
+    go_on_in_a_group_of(0, 1, 2)
+
+
+@pytest.mark.parametrize("others", [(1, 2), (2, 1)])  # `mixed` has it on this host or on another one
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+def test_who_makes_a_group_of_the_living_is_told_by_those_who_make_another(transport: str, others: list[int]) -> None:
+    run_ranks(
+        4, makes_a_group_of_the_living_before_it_is_told, others, transport=transport, casualties=[3], timeout_s=60
+    )
+
+
 def have_counted_differently(rank: int) -> None:
     """What a failure in the middle of making groups leaves behind: some ranks have made one that others have not."""
     world = pycomm.get_group()
@@ -122,6 +143,22 @@ def have_counted_differently(rank: int) -> None:
 @pytest.mark.parametrize("transport", transport_params())
 def test_ranks_that_have_counted_differently_still_meet(transport: str) -> None:
     run_ranks(3, have_counted_differently, transport=transport)
+
+
+def have_tried_differently(rank: int) -> None:
+    """Some ranks have had a try at the survivors' group that others never came to."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerLostError, match="rank 1"):
+        pycomm.barrier()
+    pycomm.get_group()._subgroups._made[0, 2, 3] += rank
+    for _ in range(2):
+        go_on_in_a_group_of(0, 2, 3)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+def test_survivors_meet_though_some_have_tried_more_often(transport: str) -> None:
+    run_ranks(4, have_tried_differently, transport=transport, casualties=[1])
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])

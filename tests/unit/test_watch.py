@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from pycomm import CollectiveTimeoutError, TransportError
 from pycomm.transport import Patience
-from pycomm.transport._watch import Message, Watch, _Processes
+from pycomm.transport._processes import Processes
+from pycomm.transport._watch import Message, Watch
 from pycomm.transport._watched import WatchedTransport
 from pycomm.transport._wording import NO_STATUS, Failure
 from pycomm.transport.base import ANNOUNCEMENT_TAG
@@ -23,7 +24,7 @@ TAG = 7
 def watches(number: int = 2) -> list[Watch]:
     """Returns the watches of ``number`` ranks that are all this process."""
     store = dist.HashStore()
-    return [Watch(_Processes(()), range(number), rank, dist.PrefixStore("watch", store)) for rank in range(number)]
+    return [Watch(Processes(()), range(number), rank, dist.PrefixStore("watch", store)) for rank in range(number)]
 
 
 def asked(watch: Watch, call: int, message: Message | None = None) -> str | None:

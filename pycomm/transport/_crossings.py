@@ -1,0 +1,130 @@
+"""How ranks that make groups of one that is broken find one another, or are told that they will not.
+
+[Note: one key for a group]
+The members of a new group call it by a key: who they are, and how often they have made one of these. After a failure
+they may have counted differently: some were told before they came to the last one, some had a try at it. So who makes a
+group leaves word of its key for as long as that takes, and in a group that is broken the others take the first
+member's.
+
+[Note: crossing groups]
+After a failure the ranks are told of it at different moments. One that has been told makes a group without the lost
+rank; one that has not may come to a ``new_group`` of its program, of other ranks, and the two would wait for each other
+until their time is over. So they leave word of the members, too. Who waits for a rank that waits for it in another
+group looks who goes first: the group without the rank that was lost, and of two such (or two with it, as one that was
+interrupted may be taken back) the larger one, as those who have been told go on with all that live. The other one is
+given up, with the error of the loss: then this rank has been told, too.
+
+Groups that this rank has given up, or that have a dead member, go after all others: their makers will hear of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ._wording import timed_out
+
+if TYPE_CHECKING:
+    from ._patience import Look
+    from .base import Transport
+
+__all__ = ["Crossings", "Making", "key_of"]
+
+_COUNT_BITS = 31
+_POLL_S = 2e-3
+_ASK_S = 0.1  # between two looks at what groups others make: over gloo each takes trips to a store
+
+
+class Making(NamedTuple):
+    """A new group that a rank is making: ``members`` by their ranks in the old one, and its key; none: no group."""
+
+    members: AbstractSet[int] = frozenset()
+    key: int = 0
+
+
+def key_of(ranks: Sequence[int], count: int) -> int:
+    """Returns the key, a positive int64, of the group that the members ``ranks`` make as their ``count``-th."""
+    digest = blake2b(repr(tuple(ranks)).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest) | 1) << _COUNT_BITS | count % (1 << _COUNT_BITS)
+
+
+class _Words(Protocol):
+    """Where the ranks of a group leave word for one another, also when it is broken or closed."""
+
+    def tell_making(self, ranks: Sequence[int], key: int) -> None:
+        """Leaves word that this rank makes a group of ``ranks``; none: it does not any more."""
+
+    def made_by(self, rank: int) -> Making:
+        """Returns the group that ``rank`` makes, by its word."""
+
+    def ended(self) -> AbstractSet[int]:
+        """Returns the ranks whose processes have ended, as far as this host knows."""
+
+
+class Crossings:
+    """Of one rank of one group, whose ``words`` these are."""
+
+    def __init__(self, words: _Words) -> None:
+        self._words = words
+        self._is_making = False
+        self._given_up: set[AbstractSet[int]] = set()
+        self._taken: dict[int, int] = {}  # the last key that was the first member's, by its part that names the members
+        self._next_ask_s = 0.0
+
+    @contextlib.contextmanager
+    def making(self, old: Transport, ranks: Sequence[int], key: int, look: Look) -> Iterator[int]:
+        """The span in which this rank makes a group of ``ranks`` of ``old``; what it gives is the key that they share.
+
+        ``look`` raises what makes it vain to wait for the first member. Raises CollectiveTimeoutError if that does not
+        come. Inside another such span, of a transport that is made of several, the key is the one that is given.
+        """
+        if self._is_making:
+            yield key
+            return
+        self._is_making = True
+        self._words.tell_making(ranks, key)
+        try:
+            if old.is_broken and ranks[0] != old.rank:
+                key = self._key_of_first(old, ranks, key, look)
+            self._taken[key >> _COUNT_BITS] = key
+            yield key
+        except BaseException:
+            self._given_up.add(frozenset(ranks))
+            raise
+        finally:
+            self._words.tell_making((), 0)
+            self._is_making = False
+
+    def _key_of_first(self, old: Transport, ranks: Sequence[int], key: int, look: Look) -> int:
+        kind, first = key >> _COUNT_BITS, ranks[0]
+        deadline = time.monotonic() + old.timeout_s
+        while first not in self._words.ended():  # else it is for who makes the group to say so
+            theirs = self._words.made_by(first).key
+            if theirs >> _COUNT_BITS == kind and theirs != self._taken.get(kind):
+                return theirs
+            look()
+            if time.monotonic() > deadline:
+                raise timed_out(old.place("new_group"), old.timeout_s, f"rank {first}", is_broken=False)
+            time.sleep(_POLL_S)
+        return key
+
+    def is_second(self, old: Transport, ranks: Sequence[int]) -> bool:
+        """Whether a group that one of ``ranks`` makes, while this rank waits for it, goes before that of ``ranks``."""
+        failure, now_s = old.failure, time.monotonic()
+        if failure is None or now_s < self._next_ask_s:
+            return False
+        self._next_ask_s = now_s + _ASK_S
+        lost = -1 if failure.kind == "timeout" else failure.rank
+        mine, ended = set(ranks), self._words.ended()
+        others = [self._words.made_by(rank).members for rank in ranks if rank != old.rank]
+        return any(
+            old.rank in theirs
+            and theirs not in self._given_up
+            and not theirs & ended
+            and (lost in mine if (lost in mine) != (lost in theirs) else theirs > mine)
+            for theirs in others
+        )
