@@ -331,7 +331,7 @@ class MixedTransport(Transport):
         neighbours = [self._local[rank] for rank in ranks if rank in self._local]
         outer = self.outer
         assert isinstance(outer, WatchedTransport), "gloo or MPI"
-        look = partial(outer.look_at_makers, ranks)  # while the ranks of this host wait for one another
+        look = partial(outer.look_at_makers, ranks, look)  # while the ranks of this host wait for one another
         try:
             with outer.crossings.making(self, ranks, key, look) as common_key:
                 return _join(
