@@ -132,7 +132,7 @@ class Watch:
     def split(self, ranks: Sequence[int], rank: int, key: str) -> Watch:
         """Returns the watch of a new group of ``ranks`` of this one, where this rank is ``rank``."""
         members = [self._ranks[member] for member in ranks] if self._ranks else ()
-        store = self._store or self._closed_store
+        store = self._lasting_store
         return Watch(self._processes, members, rank, None if store is None else _part(store, key))
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -226,16 +226,21 @@ class Watch:
         self.failure = self.failure or found
         return self.failure
 
+    @property
+    def _lasting_store(self) -> Any:
+        """The store also after this rank has closed the group: for those that are made of it yet."""
+        return self._store or self._closed_store
+
     def tell_making(self, ranks: Sequence[int], key: int) -> None:
         """As ``Crossings`` needs it."""
-        store = self._store or self._closed_store
+        store = self._lasting_store
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(f"making{self._rank}", json.dumps([list(ranks), key]))
 
     def tell_ended(self, rank: int) -> None:
         """Leaves word that ``rank`` has ended, for those of other hosts who wait for it though the group is broken."""
-        store = self._store or self._closed_store
+        store = self._lasting_store
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(f"ended{rank}", "1")
@@ -248,7 +253,7 @@ class Watch:
 
     def made_by(self, rank: int) -> Making:
         """As ``Crossings`` needs it."""
-        store, name = self._store or self._closed_store, f"making{rank}"
+        store, name = self._lasting_store, f"making{rank}"
         with contextlib.suppress(RuntimeError):
             if store is not None and store.check([name]):
                 members, key = json.loads(store.get(name))
@@ -373,7 +378,7 @@ class Watch:
 
     def ended(self) -> AbstractSet[int]:
         """As ``Crossings`` needs it: also those that others have told of."""
-        found, store = self._ended(), self._store or self._closed_store
+        found, store = self._ended(), self._lasting_store
         with contextlib.suppress(RuntimeError):
             if store is not None and store.check(["ended"]):
                 found |= {rank for rank in range(len(self._ranks)) if store.check([f"ended{rank}"])}
