@@ -1,4 +1,7 @@
-"""Run by every rank of test_two_hosts.py over a slow cable: the second host sends what takes a second, and is gone."""
+"""Run by every rank of test_two_hosts.py over a slow cable: the second host sends what takes a second, and is gone.
+
+One rank of the first then waits for more, in vain. That breaks the group for all, so it does when all have theirs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ if __name__ == "__main__":
         received = torch.empty(NUMEL)
         pycomm.recv(received, rank + half, tag=3)
         assert torch.equal(received, sent)
-        if rank == half - 1:
+        if rank < half - 1:
+            pycomm.send(torch.ones(1), half - 1, tag=4)
+        else:
+            for other in range(half - 1):
+                pycomm.recv(torch.empty(1), other, tag=4)
             try:
                 pycomm.recv(received, rank + half, tag=3)
             except pycomm.PeerLostError as error:
