@@ -46,8 +46,8 @@ class DistributedDataParallel(nn.Module):
     - ``bucket_bytes``: bytes reduced together; a number, a text such as "25MiB", or "auto", which takes the size that
       least exposes communication by the measured speed of the group and the measured backward pass. The first bucket
       has at most ``first_bucket_bytes``, so that the wire has work early.
-    - ``buffers``: what forward does with BatchNorm's statistics and the like: "broadcast" rank 0's, "average" them, or
-      None: each rank keeps its own.
+    - ``buffers``: what the first forward pass of a step does with BatchNorm's statistics and the like: "broadcast" rank
+      0's, "average" them, or None: each rank keeps its own.
     - ``compression``: as of ``pycomm.all_reduce``: "bf16", "int4+ef", "auto", ... Gradients stay in their own dtype.
     - ``find_unused_parameters``: parameters may lack a gradient; without one on all ranks a ``.grad`` of None stays
       None, unless a compressor sends what it kept back earlier.
@@ -134,9 +134,12 @@ class DistributedDataParallel(nn.Module):
             self.prepare_step(source)
 
     def prepare_step(self, source: int) -> None:
-        """What all ranks do together before a step; buffers are rank ``source``'s."""
-        self.reducer.prepare()
-        make_equal(self.module.buffers(), self.buffers_mode, self.group, source)
+        """What all ranks do together before a forward pass; buffers are rank ``source``'s.
+
+        Not those of a second one before ``backward()``, where autograd may yet need what the first one had.
+        """
+        if self.reducer.prepare():
+            make_equal(self.module.buffers(), self.buffers_mode, self.group, source)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -92,6 +92,7 @@ class Reducer:
         self._has_gradient = bytearray(len(named))  # since the last pass that was reduced
         self._profile = BackwardProfile()
         self._relaid_at = 0
+        self._is_prepared = False  # by a forward pass, for the next backward pass
         self._is_under_way = False
         self._passes_per_reduction = passes_per_reduction
         self._passes = 0  # since the last reduction
@@ -111,13 +112,17 @@ class Reducer:
 
     # -- layout -----------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Called by every rank before the forward pass of a step: lays the buckets out again when that is due."""
+    def prepare(self) -> bool:
+        """Called by every rank before the forward pass of a step: lays the buckets out again when that is due.
+
+        Returns whether it is the first forward pass since a backward pass has begun.
+        """
+        is_first, self._is_prepared = not self._is_prepared, True
         if self._is_under_way:  # a backward pass that raised in the middle
             self._wait()
             self._is_under_way = False
         if self.finished_passes == self._relaid_at:
-            return
+            return is_first
         self._relaid_at = self.finished_passes
         group, total = self.wire.group, len(self._slots)
         if self.finished_passes == 1:
@@ -128,6 +133,7 @@ class Reducer:
             self.bucket_bytes = self.bucket_plan.bucket_bytes
             self._lay_out(sorted(range(total), key=lambda index: arrivals_s[index]))
         self._profile.restart()
+        return is_first
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Makes the buckets anew; what the gradients are stays."""
@@ -188,6 +194,7 @@ class Reducer:
     def _begin(self, is_joined: bool = False) -> None:
         if self.announce is not None and not is_joined:
             self.announce()
+        self._is_prepared = False
         self._is_under_way = True
         self.is_reduced = False
         self._next = 0

@@ -30,6 +30,7 @@ def edges_job(rank: int) -> None:
         cannot_be_copied,
         buffers_of_all_kinds,
         several_forward_passes_a_step,
+        buffers_of_two_forward_passes,
     ):
         torch.manual_seed(3 + rank)
         check(rank)
@@ -241,6 +242,22 @@ def several_forward_passes_a_step(rank: int) -> None:
                 (ddp(inputs) + ddp(inputs)).sum().backward()
                 optimizer.step()
         assert torch.equal(ddp.module.weight, torch.full((1, 2), -3 * (2 * 1.5 + 2 * 2.0)))
+
+
+def buffers_of_two_forward_passes(rank: int) -> None:
+    """Autograd keeps what a buffer was in the first one: a second one before the backward pass changes none."""
+    for engine in (pycomm.DistributedDataParallel, pycomm.FullyShardedDataParallel):
+        for mode, equal in (("broadcast", 1.0), ("average", 1.5)):
+            norm = nn.BatchNorm1d(2)
+            model = engine(nn.Sequential(nn.Linear(2, 2), norm), buffers=mode)
+            norm.momentum = 0.0
+            for _ in range(2):
+                losses = []
+                for kept in (equal, 1.0 + rank):  # of a step the first pass makes them equal, the second does not
+                    norm.running_mean.data.fill_(1.0 + rank)
+                    losses.append(model(torch.randn(4, 2)).square().sum())
+                    assert norm.running_mean.tolist() == [kept] * 2, (engine, mode)
+                sum(losses).backward()
 
 
 def same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> bool:

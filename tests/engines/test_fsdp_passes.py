@@ -18,7 +18,15 @@ from harness import run_ranks
 
 
 def passes_job(rank: int) -> None:
-    for check in (several_passes, averages_swapped, no_parameter_wanted, penalized, dropped, dataclasses_come_out):
+    for check in (
+        several_passes,
+        averages_swapped,
+        no_parameter_wanted,
+        penalized,
+        dropped,
+        dataclasses_come_out,
+        shared,
+    ):
         torch.manual_seed(3)
         check(rank)
 
@@ -49,6 +57,21 @@ def several_passes(rank: int) -> None:
     fsdp.zero_grad()
     loss_of(fsdp, inputs, targets).backward()
     torch.testing.assert_close([p.grad for p in fsdp.parameters()], expected)
+
+
+def shared(rank: int) -> None:
+    """A layer that stands in two units belongs to the one around them; one that is a unit by itself stays one."""
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), layer))
+    alone, inputs = copy.deepcopy(model), torch.randn(3, 8)
+    alone(inputs).sum().backward()
+    for wrap, names in ((["0", "1"], ["", "0", "1"]), (["0", "1", "0.0"], ["", "0", "0.0", "1"])):
+        fsdp = pycomm.FullyShardedDataParallel(copy.deepcopy(model), wrap=wrap)
+        found = {unit.name: [slot.name for flat in unit.flats for slot in flat.slots] for unit in fsdp.units}
+        assert list(found) == names and found["0.0" if "0.0" in names else ""] == ["0.0.weight", "0.0.bias"], found
+        fsdp(inputs).sum().backward()
+        expected = [p.grad.reshape(-1) for _, p in alone.named_parameters(remove_duplicate=False)]
+        torch.testing.assert_close(whole_gradient(fsdp), torch.cat(expected))
 
 
 def averages_swapped(rank: int) -> None:

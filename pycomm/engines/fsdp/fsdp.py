@@ -192,8 +192,10 @@ class FullyShardedDataParallel(nn.Module):
     def _around_forward(self) -> Iterator[None]:
         is_communicating = torch.is_grad_enabled() and self.module.training and self._passes.is_enabled
         self._check_unchanged(is_communicating)
-        for group in self._ranks.groups if is_communicating else ():
-            make_equal(self.module.buffers(), self.buffers_mode, group)
+        if is_communicating and self._makes_buffers_equal:
+            for group in self._ranks.groups:
+                make_equal(self.module.buffers(), self.buffers_mode, group)
+        self._passes.is_awaited = self._passes.is_awaited or is_communicating
         if not self._measures_activations:
             yield
             return
@@ -353,7 +355,10 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _makes_buffers_equal(self) -> bool:
-        return self.buffers_mode is not None and next(self.module.buffers(), None) is not None
+        """Not before a second forward pass in a row: autograd may yet need what the first one had."""
+        if self._passes.is_awaited or self.buffers_mode is None:
+            return False
+        return next(self.module.buffers(), None) is not None
 
 
 def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullyShardedDataParallel:

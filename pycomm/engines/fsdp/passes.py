@@ -77,6 +77,7 @@ class Passes:
         self._running: list[int] = []  # the units of this forward pass
         self._clock = 0  # counts starts and ends of units
         self._had_gradients = True  # the last pass
+        self.is_awaited = False  # a backward pass that reduces, since a forward pass
         self._is_backward = False
         self._has_graph = False  # this pass, which is then differentiated in the next one
         self._keeps = False  # what is gathered, until the end of this pass
@@ -211,7 +212,7 @@ class Passes:
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _begin(self) -> None:
-        self._is_backward = True
+        self._is_backward, self.is_awaited = True, False
         was, self._has_graph = self._has_graph, _is_inside_backward() and torch.is_grad_enabled()
         self._keeps = was or self._has_graph
         self._next = 0

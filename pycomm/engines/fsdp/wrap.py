@@ -1,12 +1,14 @@
 """Which modules are units: what is gathered, and freed, together.
 
-Every parameter belongs to one unit: that of the lowest module that holds all places where it stands. So a weight that
-is tied to several places stays one parameter; if they lie in different units, it goes to the unit around them.
+Every parameter belongs to one unit: that of the innermost module through which all ways lead to the places where it
+stands. So a weight that is tied to several places stays one parameter, and a module that is used in several is one
+module; if they lie in different units, what is theirs goes to the unit around them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from .._marks import shards_of
 
 __all__ = ["Found", "Place", "Policy", "find_units", "materialize"]
 
+Path = Sequence[nn.Module]  # from the root inwards
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[str] | int | Callable[[str, nn.Module], bool] | None
 
 
@@ -62,8 +65,9 @@ def find_units(root: nn.Module, policy: Policy) -> list[Found]:
             f"class or a module that is there, or pass wrap=None for one unit"
         )
     members: dict[str, list[tuple[str, nn.Parameter, list[Place]]]] = {name: [] for name in chosen}
-    for names, parameter, places in _places(root):
-        members[_unit_of(names, chosen)].append((names[0], parameter, places))
+    names = {module: name for name, module in chosen.items()}
+    for first, parameter, places, paths in _places(root):
+        members[_unit_of(paths, names)].append((first, parameter, places))
     return [Found(name, module, members[name]) for name, module in chosen.items() if members[name] or not name]
 
 
@@ -95,28 +99,28 @@ def _of_size(root: nn.Module, least: int) -> set[str]:
     return found
 
 
-def _places(root: nn.Module) -> Iterator[tuple[list[str], nn.Parameter, list[Place]]]:
-    """Yields each parameter once, with all the names and places that it has."""
-    found: dict[int, tuple[list[str], nn.Parameter, list[Place]]] = {}
-    for prefix, module in root.named_modules():
+def _places(root: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Place], list[Path]]]:
+    """Yields each parameter once: its first name, all its places, and all paths that lead to one."""
+    modules = dict(root.named_modules(remove_duplicate=False))  # one that is in two places is there by both names
+    found: dict[int, tuple[str, nn.Parameter, list[Place], list[Path]]] = {}
+    for prefix, module in modules.items():
+        path = [root, *(modules[name] for name in accumulate(prefix.split("."), "{}.{}".format))]
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                names, _, places = found.setdefault(id(parameter), ([], parameter, []))
-                names.append(f"{prefix}.{name}" if prefix else name)
+            if parameter is None:
+                continue
+            first = f"{prefix}.{name}" if prefix else name
+            _, _, places, paths = found.setdefault(id(parameter), (first, parameter, [], []))
+            paths.append(path)
+            if Place(module, name) not in places:
                 places.append(Place(module, name))
     yield from found.values()
 
 
-def _unit_of(names: Sequence[str], chosen: dict[str, nn.Module]) -> str:
-    """Returns the innermost chosen module around all ``names``."""
-    common = []
-    for level in zip(*(name.split(".")[:-1] for name in names)):
-        if len(set(level)) > 1:
-            break
-        common.append(level[0])
-    while (name := ".".join(common)) not in chosen:
-        common.pop()
-    return name
+def _unit_of(paths: Sequence[Path], chosen: dict[nn.Module, str]) -> str:
+    """Returns the innermost chosen module that is on all ``paths``."""
+    return next(
+        chosen[module] for module in reversed(paths[0]) if module in chosen and all(module in path for path in paths)
+    )
 
 
 def materialize(found: Found, initialize: Callable[[nn.Module], None], device: torch.device) -> Found:
