@@ -28,7 +28,7 @@ from .compression_chunks import Chunks, chunk_numel_of
 from .compression_hosts import BetweenHosts
 from .compression_wire import Wire
 
-__all__ = ["Squeezed", "agree", "check_call", "run"]
+__all__ = ["Squeezed", "agree", "check_call", "run", "why_not"]
 
 _VERBS = ("all_reduce", "reduce_scatter_single", "all_gather_single")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,28 +45,30 @@ class Squeezed(NamedTuple):
     parts: tuple[Part, ...]
 
 
+def why_not(verb: str, dtype: torch.dtype, op: ReduceOp | None) -> str | None:
+    """Says why no compressor takes such a call; None if some do."""
+    if verb not in _VERBS:
+        return (
+            f"{verb} cannot be compressed (of lists, only those with equal sizes); expected all_reduce, reduce_scatter "
+            f"or all_gather"
+        )
+    if dtype not in _DTYPES:
+        return f"expected float32, float16 or bfloat16, got {dtype}"
+    if op not in (None, ReduceOp.SUM, ReduceOp.AVG):
+        return f"expected op SUM or AVG, got {ReduceOp(op).name}: others go by what compression leaves out"
+    return None
+
+
 def check_call(
     verb: str, collectives: Sequence[Collective], compressor: Compressor, parts: Sequence[Part], name: str | None
 ) -> Squeezed:
     """Returns the call, ready to run. Raises ConfigError for what cannot be compressed, before a byte moves."""
     collective = collectives[0]
-    if collective.verb not in _VERBS:
-        raise ConfigError(
-            f"compression {compressor.spec!r}: {verb} cannot be compressed (of lists, only those with equal sizes); "
-            f"expected all_reduce, reduce_scatter or all_gather; pass compression=None"
-        )
+    reason = why_not(collective.verb, collective.dtype, collective.op)
+    if reason is not None:
+        raise ConfigError(f"compression {compressor.spec!r}: {reason}; pass compression=None or 'auto'")
     flat = collective.input
     assert flat is not None, "these verbs have an input on every rank"
-    if flat.dtype not in _DTYPES:
-        raise ConfigError(
-            f"compression {compressor.spec!r}: expected float32, float16 or bfloat16, got {flat.dtype}; "
-            f"pass compression=None for it"
-        )
-    if collective.op not in (None, ReduceOp.SUM, ReduceOp.AVG):
-        raise ConfigError(
-            f"compression {compressor.spec!r}: expected op SUM or AVG, got {ReduceOp(collective.op).name}; "
-            f"others cannot be computed from what is left of the inputs"
-        )
     described = tuple(parts) or (Part(name, (flat.numel(),)),)
     for each, chosen in compressor.routes(described):
         if collective.op is None and not each.is_for_gathers:

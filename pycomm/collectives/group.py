@@ -219,13 +219,13 @@ class Group(Observed):
     def run(self, call: Call, async_op: bool) -> Work | None:
         """Numbers ``call`` and runs it: here and now (returns None), or on the worker thread (returns its Work)."""
         self.check_open()
-        compressed = None
         with self.scope(call.verb):
             engine = self.engine
-            if call.compression is None:
+            compressed = None if call.compression is None else self.compression.prepare(call)
+            if compressed is None:
                 choices = [engine.choose(each, call.algorithm) for each in call.collectives]
             else:
-                choices, compressed = [Choice("compressed", None)], self.compression.prepare(call)
+                choices = [Choice("compressed", None)]
         if not async_op:
             self.settle()
         self._seq += 1

@@ -61,6 +61,9 @@ class GroupCompression:
         """Says what compresses ``verb`` with a largest buffer of ``numel`` elements, and why. Raises ConfigError."""
         if spec != "auto":
             return f"Compressed by {self.compressor(checked_spec(spec)).spec}, as the caller asks."
+        reason = compressed.why_not(verb, dtype, None)
+        if reason is not None:
+            return f"Compression auto: none, because no compressor takes such calls: {reason}."
         share = self._group.world_size if verb == "all_gather_single" else 1
         kind = verb, numel // share * dtype.itemsize, str(dtype).removeprefix("torch.")
         found = [str(each) for each in self.decisions if each[:3] == kind]
@@ -68,8 +71,14 @@ class GroupCompression:
             return f"Compression auto has not decided on such calls yet: the first {WARM_UP_CALLS} are measured."
         return "\n".join(f"Compression auto, {each}" for each in found)
 
-    def prepare(self, call: Call) -> Callable[[float], CompressionReport]:
-        """Checks ``call`` and returns what runs it within a timeout in seconds. Raises ConfigError."""
+    def prepare(self, call: Call) -> Callable[[float], CompressionReport] | None:
+        """Checks ``call`` and returns what runs it within a timeout in seconds; None where "auto" never compresses.
+
+        Raises ConfigError.
+        """
+        first = call.collectives[0]
+        if call.compression == "auto" and compressed.why_not(first.verb, first.dtype, first.op) is not None:
+            return None
         spec = "none" if call.compression == "auto" else call.compression
         checked = compressed.check_call(call.verb, call.collectives, self.compressor(spec), call.parts, call.name)
         is_split = self.is_between_hosts(checked, call.algorithm)

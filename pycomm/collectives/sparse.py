@@ -101,7 +101,7 @@ def _check(tensor: torch.Tensor, op: ReduceOp, group: Group, options: Options) -
             f"op {op.name} is not defined on sparse tensors, as it would ask for the entries that are not there; use "
             f"SUM or AVG, or pass the tensor's .to_dense()"
         )
-    if options.compression is not None:
+    if options.compression not in (None, "auto"):
         raise ConfigError("compression: expected a dense tensor, got a sparse one; leave compression out")
     if group.pending is not None:
         raise ConfigError("a sparse tensor cannot be coalesced with others; reduce it outside the coalescing context")

@@ -396,6 +396,30 @@ def test_auto_goes_back_to_none_where_a_prediction_was_wrong() -> None:
     assert ": none, because int8 really took" in told[0][-2]
 
 
+def auto_of_what_no_compressor_takes(rank: int) -> None:
+    ranks = pycomm.world_size()
+    for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool):
+        tensor = torch.ones(30_000, dtype=dtype)
+        pycomm.all_reduce(tensor, compression="auto", name="w")
+        assert torch.equal(tensor, torch.full_like(tensor, ranks))
+        assert f"got {dtype}" in str(pycomm.explain("all_reduce", 30_000, dtype, compression="auto"))
+    tensor = torch.full((30_000,), rank + 0.1)
+    for _ in range(WARM_UP_CALLS + 1):
+        pycomm.all_reduce(tensor, ReduceOp.MAX, compression="auto", name="w")
+    assert torch.equal(tensor, torch.full_like(tensor, ranks - 1 + 0.1))
+    pieces = [torch.empty(each + 1) for each in range(ranks)]  # of lengths that differ: broadcasts
+    pycomm.all_gather(pieces, torch.full((rank + 1,), float(rank)), compression="auto")
+    assert [piece.tolist() for piece in pieces] == [[float(each)] * (each + 1) for each in range(ranks)]
+    ddp = pycomm.DistributedDataParallel(torch.nn.Linear(3, 1).double(), compression="auto")
+    ddp(torch.full((1, 3), rank, dtype=torch.float64)).sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[(ranks - 1) / 2] * 3]
+
+
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_auto_is_for_all_calls_also_those_that_no_compressor_takes(transport: str) -> None:
+    run_ranks(3, auto_of_what_no_compressor_takes, transport=transport)
+
+
 def test_auto_leaves_a_fast_link_alone() -> None:
     flat = torch.ones(1_000_000)
     collective = Collective(verb="all_reduce", input=flat, output=flat, op=ReduceOp.SUM)
