@@ -78,7 +78,7 @@ class ColumnReduction:
         self._segments = list(zip(*halves)) if even else []
         if even < input.numel():
             self._segments.append((tail, tail))
-        turns = min(WINDOW, len(self._segments))
+        turns = max(1, min(WINDOW, len(self._segments)))
         memories = column.take(turns, _Turn.memory_numel(numel, column.hosts), input.dtype)
         self._turns = [_Turn(memory, numel, column.host, column.hosts) for memory in memories]
         self._has_begun = False
@@ -88,8 +88,9 @@ class ColumnReduction:
 
         All ranks of a host call it, or none.
         """
-        self._add_up(self._turns[0], self._segments[0][1], timeout_s)
-        self._has_begun = True
+        if self._segments:
+            self._add_up(self._turns[0], self._segments[0][1], timeout_s)
+            self._has_begun = True
 
     def run(self, timeout_s: float) -> None:
         """All of it, or all that ``begin`` has left."""

@@ -34,7 +34,7 @@ def all_gather(column: Column, output: torch.Tensor, input: torch.Tensor, timeou
     """``output (m * L * numel,)`` = the ranks' ``input (numel,)``; the ranks of host h are h * L to h * L + L - 1."""
     deadline = time.monotonic() + timeout_s
     inner, start, mine = column.inner, column.start, column.inner.rank
-    blocks = output.view(column.hosts, inner.world_size, -1)
+    blocks = output.view(column.hosts, inner.world_size, input.numel())
     sent: list[Request] = []
 
     def gather(part: slice) -> Rounds:
@@ -59,7 +59,7 @@ def reduce_scatter(
     """
     deadline = time.monotonic() + timeout_s
     inner, start = column.inner, column.start
-    blocks = input.view(column.hosts, inner.world_size, -1)
+    blocks = input.view(column.hosts, inner.world_size, output.numel())
     add = ReduceOp.SUM if op is ReduceOp.PREMUL_SUM else op
     segments = list(_segments(output))
     if not segments:

@@ -231,3 +231,31 @@ def test_native_collectives(transport: str, world_size: int, job: object, tmp_pa
 def test_gloo_gives_the_same_bits_to_five_ranks() -> None:
     results = run_ranks(5, bits_are_the_same, transport="torch")
     assert all(result == results[0] for result in results)
+
+
+def empty_tensors_are_carried(rank: int) -> None:
+    ranks, empty = pycomm.world_size(), torch.empty(0)
+    lists = [torch.empty(0) for _ in range(ranks)] if rank == 0 else None
+    for call in (
+        lambda: pycomm.all_reduce(empty, algorithm="native"),
+        lambda: pycomm.all_reduce(empty, ReduceOp.AVG, algorithm="native"),
+        lambda: pycomm.reduce_scatter_single(torch.empty(0), empty, algorithm="native"),
+        lambda: pycomm.all_gather_single(torch.empty(0), empty, algorithm="native"),
+        lambda: pycomm.all_to_all_single(torch.empty(0), empty, algorithm="native"),
+        lambda: pycomm.broadcast(empty, 0, algorithm="native"),
+        lambda: pycomm.reduce(empty, 0, algorithm="native"),
+        lambda: pycomm.gather(empty, lists, 0, algorithm="native"),
+        lambda: pycomm.scatter(empty, lists, 0, algorithm="native"),
+    ):
+        try:
+            call()
+        except (pycomm.ConfigError, pycomm.PlanError) as error:  # before a byte moves
+            assert "does not carry" in str(error), error
+    total = torch.ones(5)
+    pycomm.all_reduce(total)
+    assert total.tolist() == [ranks] * 5
+
+
+@pytest.mark.parametrize("transport", transport_params())
+def test_tensors_without_elements(transport: str) -> None:
+    run_ranks(4, empty_tensors_are_carried, transport=transport)
