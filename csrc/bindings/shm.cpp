@@ -135,7 +135,7 @@ void bind_group(py::module_& m) {
             const auto found = g.failure();
             if (!found) return py::none();
             constexpr const char* kKinds[] = {"", "lost", "timeout", "closed", "interrupted"};  // as in _wording.py
-            return py::make_tuple(kKinds[static_cast<int>(found->first)], found->second);
+            return py::make_tuple(kKinds[static_cast<int>(found->kind)], found->culprit);
           })
       .def("set_timeout", [](Group& g, double timeout_s) { g.set_timeout(nanoseconds(timeout_s)); }, py::arg("timeout_s"))
       .def("area_of_child",

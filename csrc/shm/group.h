@@ -144,8 +144,8 @@ class Group {
   void check_lost(const char* doing) {
     for (int r = 0; r < ranks_; ++r) waiter_->look_around(r, doing);
   }
-  // What broke the group, by its kind and the rank that it is about; nothing while it is whole.
-  std::optional<std::pair<FailureKind, int>> failure() const { return waiter_->failure(); }
+  // What broke the group; nothing while it is whole.
+  std::optional<Failure> failure() const { return waiter_->failure(); }
   bool is_broken() const { return load_acquire(reinterpret_cast<const Control*>(area_)->failure) != 0; }
   void set_name(const std::string& name);  // as the errors call the group
   void is_part_of(const Whole& whole);     // and its ranks

@@ -134,19 +134,19 @@ void Waiter::leave() {
   wake();
 }
 
-std::optional<std::pair<FailureKind, int>> Waiter::failure() const {
-  const std::uint64_t failure = load_acquire(setup_.control->failure);
-  if (failure == 0) return std::nullopt;
-  return std::pair{static_cast<FailureKind>(failure & 0xff), static_cast<int>(failure >> 8 & 0xffffff) - 1};
+std::optional<Failure> Waiter::failure() const {
+  const std::uint64_t word = load_acquire(setup_.control->failure);
+  if (word == 0) return std::nullopt;
+  return Failure{static_cast<FailureKind>(word & 0xff), static_cast<int>(word >> 8 & 0xffffff) - 1,
+                 static_cast<int>(static_cast<std::uint32_t>(word >> 32))};
 }
 
 void Waiter::throw_if_broken(const char* doing) const {
   const auto found = failure();
   if (!found) return;
-  const int culprit = found->second, pid = setup_.pids[culprit];
-  const auto status = static_cast<int>(static_cast<std::uint32_t>(load_acquire(setup_.control->failure) >> 32));
-  switch (found->first) {
-    case FailureKind::kPeerLost: throw PeerLost("lost", where(doing), culprit, pid, status);
+  const int culprit = found->culprit, pid = setup_.pids[culprit];
+  switch (found->kind) {
+    case FailureKind::kPeerLost: throw PeerLost("lost", where(doing), culprit, pid, found->status);
     case FailureKind::kClosed: throw PeerLost("closed", where(doing), culprit, pid, 0);
     case FailureKind::kInterrupted: throw PeerLost("interrupted", where(doing), culprit, pid, 0);
     default: throw Timeout("timeout", where(doing), {culprit, pid, 0});

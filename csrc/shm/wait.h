@@ -69,6 +69,12 @@ inline constexpr std::int64_t kLongestNapNs = 8'000'000;  // between two looks a
 // What broke a group; kept in Control::failure so that one rank's discovery is everybody's.
 enum class FailureKind : std::uint8_t { kNone = 0, kPeerLost = 1, kTimeout = 2, kClosed = 3, kInterrupted = 4 };
 
+struct Failure {
+  FailureKind kind;
+  int culprit;  // the rank that it is about
+  int status;   // that its process ended with, if it is lost
+};
+
 // The end of one call's patience. The clock is read when the first wait turns long, so that a short call never reads it.
 struct Deadline {
   std::int64_t timeout_ns;
@@ -116,8 +122,8 @@ class Waiter {
   void check(int peer, Deadline& deadline, const char* doing, const std::function<bool()>& has_come, bool is_users = false);
   // The part of `check` without the call's own: throws if the group is broken or a rank of it is dead.
   void look_around(int peer, const char* doing);
-  // What Control::failure says, if it says anything: its kind, and the rank that it is about.
-  std::optional<std::pair<FailureKind, int>> failure() const;
+  // What Control::failure says, if it says anything.
+  std::optional<Failure> failure() const;
   // Throws that.
   void throw_if_broken(const char* doing) const;
   // Sleeps until somebody publishes, or for `nap_ns`; `is_ready` and the control line are looked at once more
