@@ -92,7 +92,7 @@ def explain(
     call = Collective(verb=verb, input=torch.empty(numel, dtype=dtype, device="meta"), op=parsed)
     if verb in ("gather", "scatter"):
         call = call._replace(input=torch.empty(numel // g.world_size, dtype=dtype, device="meta"))
-    compressed_by = "" if compression is None else g.compression.explain(verb, numel, dtype, compression)
+    compressed_by = "" if compression is None else g.compression.explain(verb, numel, dtype, parsed, compression)
     choice = g.engine.choose(call, algorithm)
     nbytes = numel * dtype.itemsize
     place = (g.transport.name, g.world_size, len(g.engine.selector.topology.hosts))

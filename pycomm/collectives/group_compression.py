@@ -57,11 +57,11 @@ class GroupCompression:
             found = self._compressors[spec] = parse(spec)
         return found
 
-    def explain(self, verb: str, numel: int, dtype: torch.dtype, spec: Any) -> str:
+    def explain(self, verb: str, numel: int, dtype: torch.dtype, op: ReduceOp | None, spec: Any) -> str:
         """Says what compresses ``verb`` with a largest buffer of ``numel`` elements, and why. Raises ConfigError."""
         if spec != "auto":
             return f"Compressed by {self.compressor(checked_spec(spec)).spec}, as the caller asks."
-        reason = compressed.why_not(verb, dtype, None)
+        reason = compressed.why_not(verb, dtype, op)
         if reason is not None:
             return f"Compression auto: none, because no compressor takes such calls: {reason}."
         share = self._group.world_size if verb == "all_gather_single" else 1

@@ -407,6 +407,7 @@ def auto_of_what_no_compressor_takes(rank: int) -> None:
     for _ in range(WARM_UP_CALLS + 1):
         pycomm.all_reduce(tensor, ReduceOp.MAX, compression="auto", name="w")
     assert torch.equal(tensor, torch.full_like(tensor, ranks - 1 + 0.1))
+    assert "got MAX" in str(pycomm.explain("all_reduce", 30_000, op=ReduceOp.MAX, compression="auto"))
     pieces = [torch.empty(each + 1) for each in range(ranks)]  # of lengths that differ: broadcasts
     pycomm.all_gather(pieces, torch.full((rank + 1,), float(rank)), compression="auto")
     assert [piece.tolist() for piece in pieces] == [[float(each)] * (each + 1) for each in range(ranks)]
