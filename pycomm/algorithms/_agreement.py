@@ -16,7 +16,6 @@ A transport that compares calls in its own collectives (shared memory) takes thi
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 from ctypes import memmove
@@ -277,10 +276,9 @@ def _header(verb: str, op: int, dtype: int, root: int, numel: int, algorithm: st
 
 
 def count_call(transport: Transport, verb: str) -> None:
-    """A call of the ranks begins with an exchange: counts it. Raises ForkedError in a child of the rank's process."""
+    """A call of the ranks begins with an exchange: counts it. Raises TransportError in a forked child."""
     transport.calls += 1
-    if transport.pid != os.getpid():
-        raise wording.forked(transport.place(verb))
+    transport.check_not_forked(verb)
 
 
 def _describe(rows: Sequence[memoryview]) -> list[str]:

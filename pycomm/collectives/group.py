@@ -271,6 +271,7 @@ class Group(Observed):
         """Waits until no asynchronous call, each bounded by its timeout, is outstanding: the turn of the next one."""
         if self._worker.is_free:
             return
+        self.transport.check_not_forked("a call")
         if self._worker.is_this_thread and not self._worker.is_idle:
             raise ConfigError(
                 f"a callback of Work.then called group {self.name!r} on its worker thread, which would wait for "
@@ -438,12 +439,12 @@ class Group(Observed):
         """Gives back the resources of the group and of those made from it, after their outstanding calls.
 
         Peers that still wait for this rank get an error. A call that is not complete within ten seconds, because a peer
-        has not come to it, is broken off. Does nothing the second time.
+        has not come to it, is broken off. Does nothing the second time, and in a forked child, as it is the parent's.
         """
         self._close(time.monotonic() + _CLOSE_TIMEOUT_S)
 
     def _close(self, deadline: float) -> None:
-        if self._is_closed:
+        if self._is_closed or self.transport.is_inherited:
             return
         are_done = [closer() for closer in self._closers]
         for child in self._subgroups.all:

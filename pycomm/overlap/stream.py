@@ -11,7 +11,6 @@ transfers are cut into segments, so that an urgent small one overtakes. CUDA ten
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ from ..collectives.verbs import all_gather_single, all_reduce, check_op
 from ..collectives.work import Work
 from ..errors import ConfigError, TransportError
 from ..ops import native
-from ..transport import _wording as wording
 from ..types import ReduceOp
 from .cuda import CudaLane
 from .lane import Lane
@@ -172,11 +170,10 @@ class CommStream:
     ) -> Work:
         """``what`` is what has to be the same on all ranks, beside the priority."""
         digest = int.from_bytes(blake2b(f"{priority} {what}".encode(), digest_size=8).digest(), "little")
+        self.group.transport.check_not_forked(under.what)  # first: one of the parent's threads may have had the lock
         with self._changed:
             if self._is_closed:
                 raise TransportError(f"stream {self.name!r} is closed on rank {self.group.rank}; make a new one")
-            if self.group.transport.pid != os.getpid():
-                raise wording.forked(self.group.transport.place(under.what))
             progress = self._progress = self._progress or native().StreamProgress(
                 self.group.world_size, self._segment_bytes
             )
@@ -211,6 +208,7 @@ class CommStream:
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         """Blocks this thread until every item is complete or has failed; False if ``timeout_s`` ran out before."""
+        self.group.transport.check_not_forked("synchronize")
         with self._watch.waiting(), self._changed:
             return self._changed.wait_for(lambda: not self._under, timeout_s)
 

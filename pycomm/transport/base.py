@@ -33,7 +33,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from ..errors import ConfigError
-from ._wording import Failure, Place
+from ._wording import Failure, Place, forked
 
 if TYPE_CHECKING:
     import torch
@@ -153,6 +153,16 @@ class Transport(ABC):
     def place(self, doing: str) -> Place:
         """Returns where an error of the call under way happens."""
         return Place(doing, self.calls, self.group_name, self.rank, self.world_size)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child of the rank: all that it sees here is its parent's."""
+        return self.pid != os.getpid()
+
+    def check_not_forked(self, doing: str) -> None:
+        """Raises TransportError in a forked child, which has none of the threads that its parent's calls rely on."""
+        if self.is_inherited:
+            raise forked(self.place(doing))
 
     # -- agreement and failure ----------------------------------------------------------------------------------------
 

@@ -73,15 +73,31 @@ def check_order(stream: pycomm.CommStream) -> None:
 
 
 def check_forks(stream: pycomm.CommStream) -> None:
-    """A forked child is no rank, and has no thread that would move anything: it is told so."""
-    child = os.fork()
-    if child == 0:
-        try:
-            stream.all_reduce(torch.ones(3))
-        except pycomm.TransportError as error:
-            os._exit(17 if "forked" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    """A forked child is no rank, and has no thread that would move anything: it is told so.
+
+    Also if one of the parent's threads completes an item at that moment.
+    """
+    is_held, is_forked = threading.Event(), threading.Event()
+
+    def complete() -> None:
+        with stream._changed:
+            is_held.set()
+            is_forked.wait(500.0)
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    assert is_held.wait(500.0)
+    for call in (lambda: stream.all_reduce(torch.ones(3)), stream.synchronize):
+        child = os.fork()
+        if child == 0:
+            try:
+                call()
+            except pycomm.TransportError as error:
+                os._exit(17 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    is_forked.set()
+    thread.join()
 
 
 def check_residuals(stream: pycomm.CommStream, rank: int) -> None:

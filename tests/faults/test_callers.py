@@ -121,18 +121,26 @@ def close_early(rank: int) -> None:
 def fork_a_child(rank: int) -> None:
     check_sum(2)
     group = pycomm.new_group([0, 1])
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            pycomm.all_reduce(torch.ones(3), group=group)
-        except TransportError as error:
-            status = 0 if "forked" in str(error) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    check_sum(2, LARGE)
-    check_sum(2, group=group)
+    for is_under_way in (False, True):
+        late = torch.ones(3)
+        work = pycomm.all_reduce(late, group=group, async_op=True) if is_under_way and rank == 0 else None
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                with group:  # which closes nothing of the parent's
+                    pycomm.all_reduce(torch.ones(3), group=group)
+            except TransportError as error:
+                status = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        if work is not None:
+            work.wait()
+        elif is_under_way:
+            pycomm.all_reduce(late, group=group)
+        check_sum(2, LARGE)
+        check_sum(2, group=group)
 
 
 def use_two_threads(rank: int, path: str) -> None:
