@@ -76,15 +76,15 @@ class GroupCompression:
 
         Raises ConfigError.
         """
-        first = call.collectives[0]
-        if call.compression == "auto" and compressed.why_not(first.verb, first.dtype, first.op) is not None:
+        first, is_auto = call.collectives[0], call.compression == "auto"
+        if is_auto and compressed.why_not(first.verb, first.dtype, first.op) is not None:
             return None
-        spec = "none" if call.compression == "auto" else call.compression
-        checked = compressed.check_call(call.verb, call.collectives, self.compressor(spec), call.parts, call.name)
+        compressor = self.compressor("none" if is_auto else call.compression)
+        checked = compressed.check_call(call.verb, call.collectives, compressor, call.parts, call.name)
         is_split = self.is_between_hosts(checked, call.algorithm)
         if is_split:
             self._join_hosts()
-        run = self._run_auto if call.compression == "auto" else self._run
+        run = self._run_auto if is_auto else self._run
         return lambda timeout_s: run(checked, call.algorithm, timeout_s, is_split)
 
     def is_between_hosts(self, call: compressed.Squeezed, algorithm: str | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,7 +34,6 @@ class Members(Calls):
         super()._set_up(group, options)
         self._store = store
         self._barriers = 0
-        self._pid = os.getpid()
         _instances.add(self)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -177,8 +175,7 @@ class Members(Calls):
     def shutdown(self) -> None:
         """Ends the group on this rank, after its calls."""
         _instances.discard(self)
-        if self._pid == os.getpid():  # a forked child keeps its parent's objects, and closes nothing of them
-            self.group.close()
+        self.group.close()
 
     def abort(self) -> None:
         """Ends the group on all ranks: those that wait in a call get an error, this rank's own calls too."""

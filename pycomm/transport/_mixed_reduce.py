@@ -76,9 +76,9 @@ class ColumnReduction:
         numel = shard_numel(even // local, input.itemsize)
         halves = (torch.split(flat[:even], local * numel) for flat in (output, input))
         self._segments = list(zip(*halves)) if even else []
-        if even < input.numel():
+        if even < input.numel() or not even:  # also of no elements there is one to move
             self._segments.append((tail, tail))
-        turns = max(1, min(WINDOW, len(self._segments)))
+        turns = min(WINDOW, len(self._segments))
         memories = column.take(turns, _Turn.memory_numel(numel, column.hosts), input.dtype)
         self._turns = [_Turn(memory, numel, column.host, column.hosts) for memory in memories]
         self._has_begun = False
@@ -88,9 +88,8 @@ class ColumnReduction:
 
         All ranks of a host call it, or none.
         """
-        if self._segments:
-            self._add_up(self._turns[0], self._segments[0][1], timeout_s)
-            self._has_begun = True
+        self._add_up(self._turns[0], self._segments[0][1], timeout_s)
+        self._has_begun = True
 
     def run(self, timeout_s: float) -> None:
         """All of it, or all that ``begin`` has left."""

@@ -195,7 +195,7 @@ class FullyShardedDataParallel(nn.Module):
         if is_communicating and self._makes_buffers_equal:
             for group in self._ranks.groups:
                 make_equal(self.module.buffers(), self.buffers_mode, group)
-        self._passes.is_awaited = self._passes.is_awaited or is_communicating
+        self._passes.is_awaited |= is_communicating
         if not self._measures_activations:
             yield
             return
