@@ -17,7 +17,8 @@ namespace {
 std::atomic<int> reads{0}, writes{0};
 // What becomes of this thread's next reads.
 thread_local bool is_forbidden = false, finds_another = false;
-thread_local const std::atomic<bool>* comes_after = nullptr;
+// What every read waits for: whichever thread reads, as a mailbox's helper may when its rank is slow.
+std::atomic<const std::atomic<bool>*> comes_after{nullptr};
 // What this thread does in the middle of its next write.
 thread_local std::function<void()> on_write = nullptr;
 
@@ -26,7 +27,8 @@ thread_local std::function<void()> on_write = nullptr;
 extern "C" ssize_t process_vm_readv(pid_t, const struct iovec* local, unsigned long locals, const struct iovec* remote, unsigned long,
                                     unsigned long) {
   ++reads;
-  while (comes_after != nullptr && !*comes_after) std::this_thread::yield();
+  const std::atomic<bool>* const after = comes_after;
+  while (after != nullptr && !*after) std::this_thread::yield();
   if (is_forbidden) {
     errno = EPERM;
     return -1;
@@ -129,13 +131,13 @@ void read_too_late() {
   host.choices.delivers_directly = true;
   std::atomic<bool> has_given_up{false};
   std::vector<float> data[] = {std::vector<float>(kNumel), std::vector<float>(kNumel)};  // of both, for as long as they are read
+  comes_after = &has_given_up;  // rank 0, who alone reads
   run("a late reader", host, [&](int rank, Group& world) {
-    if (rank == 0) comes_after = &has_given_up;
     world.barrier(0);
     expect_throw<Timeout>("a call that was given up", [&] { world.broadcast(data[rank].data(), call_of(Verb::kBroadcast, kNumel, 1, rank == 1 ? 0.02 : 0)); });
-    comes_after = nullptr;
     has_given_up = true;
   });
+  comes_after = nullptr;
 }
 
 // While root 1 writes into the memory of rank 2, rank 0 gives the call up, and so does rank 2. Then the root must be out of the memory
@@ -235,9 +237,11 @@ void withdraw_offers() {
 void give_up_an_offer(bool dies) {
   Host host(2);
   std::atomic<bool> is_late{false}, has_read{false}, has_left{false};
-  static const std::vector<float> data = input_of(0, kOffered);  // a thread reads it when its process is dead
+  constexpr std::size_t kLong = 3 * kOffered;  // no channel has room for it: so the offer stands until it is taken
+  static const std::vector<float> data = input_of(0, kLong);  // a thread reads it when its process is dead
+  comes_after = dies ? &has_left : &is_late;  // rank 1, who alone reads
   run(dies ? "the death of who takes an offer" : "an offer that is taken too long", host, [&](int rank, Group& group) {
-    std::vector<float> got(kOffered);
+    std::vector<float> got(kLong);
     Mailbox& box = group.mailbox();
     const Sent receive = start_receive(group, got, 1);
     if (rank == 0) {
@@ -257,15 +261,14 @@ void give_up_an_offer(bool dies) {
       has_left = true;
       clock.join();
     } else {
-      comes_after = dies ? &has_left : &is_late;
       try {
         box.wait(receive, kPatienceNs);
         expect(got == data, "what was read is whole");
       } catch (const Failed&) {  // or rank 0 has given up
       }
-      comes_after = nullptr;
     }
   });
+  comes_after = nullptr;
 }
 
 }  // namespace
