@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import operator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from . import env
 from .errors import ConfigError
 
-__all__ = ["LOG_LEVELS", "Config", "seconds", "whole_number"]
+__all__ = ["LOG_LEVELS", "Config", "seconds"]
 
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -63,16 +62,3 @@ class Config:
             )
         if self.log not in LOG_LEVELS:
             raise ConfigError(f"log (PYCOMM_LOG): expected one of {', '.join(LOG_LEVELS)}, got {self.log!r}")
-
-
-def whole_number(value: object, name: str, least: int) -> int:
-    """Returns an integer of Python, NumPy or torch as one of Python. Raises ConfigError if it is none, less than
-    ``least``, or needs more than 64 bits.
-    """
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or not least <= number < 1 << 63:
-        raise ConfigError(f"{name}: expected an integer from {least} to 2**63 - 1, got {value!r}")
-    return number

@@ -1,12 +1,13 @@
-"""Sizes, times and bandwidths as people write them: ``64MiB``, ``1MB``, ``5us``, ``25Gbit``."""
+"""Numbers as people write them: whole ones, sizes, times and bandwidths, as ``64MiB``, ``1MB``, ``5us``, ``25Gbit``."""
 
 from __future__ import annotations
 
+import operator
 import re
 
 from .errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bandwidth", "parse_bytes", "parse_time"]
+__all__ = ["format_bytes", "parse_bandwidth", "parse_bytes", "parse_time", "whole_number"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -14,6 +15,19 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def whole_number(value: object, name: str, least: int) -> int:
+    """Returns an integer of Python, NumPy or torch as one of Python. Raises ConfigError if it is none, less than
+    ``least``, or needs more than 64 bits.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not least <= number < 1 << 63:
+        raise ConfigError(f"{name}: expected an integer from {least} to 2**63 - 1, got {value!r}")
+    return number
 
 
 def parse_bytes(text: str) -> int:

@@ -43,6 +43,7 @@ __all__ = [
     "RanksFailed",
     "interrupt_once_in_a_call",
     "is_in_a_call",
+    "run_forked",
     "run_ranks",
     "server",
     "transport_params",
@@ -128,6 +129,21 @@ def wait_until(is_so: Callable[[], object], timeout_s: float = 500.0) -> None:
     while not is_so():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"
         time.sleep(0.002)
+
+
+def run_forked(body: Callable[[], object]) -> None:
+    """Runs ``body`` in a forked child of this process; an error there is printed, and an AssertionError here."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "see what the child printed"
 
 
 def is_in_a_call() -> bool:

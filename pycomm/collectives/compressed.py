@@ -28,7 +28,7 @@ from .compression_chunks import Chunks, chunk_numel_of
 from .compression_hosts import BetweenHosts
 from .compression_wire import Wire
 
-__all__ = ["Squeezed", "agree", "check_call", "run", "why_not"]
+__all__ = ["Squeezed", "agree", "check_call", "check_kind", "run", "why_not"]
 
 _VERBS = ("all_reduce", "reduce_scatter_single", "all_gather_single")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,19 +64,27 @@ def check_call(
 ) -> Squeezed:
     """Returns the call, ready to run. Raises ConfigError for what cannot be compressed, before a byte moves."""
     collective = collectives[0]
-    reason = why_not(collective.verb, collective.dtype, collective.op)
-    if reason is not None:
-        raise ConfigError(f"compression {compressor.spec!r}: {reason}; pass compression=None or 'auto'")
     flat = collective.input
-    assert flat is not None, "these verbs have an input on every rank"
-    described = tuple(parts) or (Part(name, (flat.numel(),)),)
+    described = tuple(parts) or (Part(name, (0 if flat is None else flat.numel(),)),)
+    check_kind(collective.verb, collective.dtype, collective.op, compressor, described, called=verb)
     for each, chosen in compressor.routes(described):
-        if collective.op is None and not each.is_for_gathers:
-            raise ConfigError(
-                f"compression {each.spec!r} compresses sums; {verb} has none: use a codec, or EF around one"
-            )
         each.check([described[index] for index in chosen])
     return Squeezed(collective, compressor, described)
+
+
+def check_kind(
+    verb: str, dtype: torch.dtype, op: ReduceOp | None, compressor: Compressor, parts: Sequence[Part], called: str = ""
+) -> None:
+    """Raises ConfigError unless ``compressor`` takes such calls, with these ``parts``; ``called``: by the caller."""
+    reason = why_not(verb, dtype, op)
+    if reason is not None:
+        of = f" of {parts[0].name}" if len(parts) == 1 and parts[0].name else ""
+        raise ConfigError(f"compression {compressor.spec!r}{of}: {reason}; pass compression=None or 'auto'")
+    for each, _ in compressor.routes(parts):
+        if op is None and not each.is_for_gathers:
+            raise ConfigError(
+                f"compression {each.spec!r} compresses sums; {called or verb} has none: use a codec, or EF around one"
+            )
 
 
 def agree(call: Squeezed, wire: Wire, seed: int, note: str = "") -> None:

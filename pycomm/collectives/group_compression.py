@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..algorithms.executor import Collective
-from ..compression import Compressor, checked_spec, parse
+from ..compression import Compressor, Part, checked_spec, parse
 from ..compression.wrappers.error_feedback import ErrorFeedback
 from ..errors import CheckpointError, ConfigError, TransportError
 from ..types import ReduceOp
@@ -56,6 +56,17 @@ class GroupCompression:
         if found is None:
             found = self._compressors[spec] = parse(spec)
         return found
+
+    def check(self, verb: str, op: ReduceOp | None, named: Iterable[tuple[str, torch.dtype]], spec: Any) -> None:
+        """Raises ConfigError if ``spec``, a checked one, cannot compress ``verb`` of tensors of such names and dtypes.
+
+        For engines, which make the calls later, to say so where ``spec`` was given.
+        """
+        if spec == "auto":
+            return
+        compressor = self.compressor(spec)
+        for name, dtype in named:
+            compressed.check_kind(verb, dtype, op, compressor, [Part(name, (1,))])
 
     def explain(self, verb: str, numel: int, dtype: torch.dtype, op: ReduceOp | None, spec: Any) -> str:
         """Says what compresses ``verb`` with a largest buffer of ``numel`` elements, and why. Raises ConfigError."""

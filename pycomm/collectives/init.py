@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ import torch
 from .. import env, topology
 from ..algorithms.executor import meet
 from ..algorithms.selection import Selector, load_table
-from ..config import LOG_LEVELS, Config, seconds, whole_number
+from ..config import LOG_LEVELS, Config, seconds
 from ..errors import ConfigError, NativeUnavailableError
+from ..sizes import whole_number
 from ..topology import LaunchInfo, Topology
 from ..transport import TRANSPORTS, ConnectSpec, Look, Patience, Transport, connect
 from .agreement import agree_on_selector
@@ -165,8 +166,11 @@ def new_group(
             )
         if name is not None and group_desc is not None:
             raise ConfigError(f"expected name or group_desc, got both: {name!r} and {group_desc!r}; pass one")
+        called = _name_of(group_desc if name is None else name)
         if device_id is not None:
             _check_device(parent, device_id)
+        if ranks is not None and not isinstance(ranks, Iterable):
+            raise ConfigError(f"ranks: expected several ranks or None, got {ranks!r}; one rank alone is [{ranks!r}]")
         chosen = list(parent.ranks if ranks is None else ranks)
         members = sorted(chosen) if ranks is not None and sort_ranks else chosen
         if not members or len(set(members)) != len(members):
@@ -178,7 +182,14 @@ def new_group(
                 f"all {parent.world_size} ranks, got True and {chosen}; pass False and call it on every rank, also on "
                 f"those outside"
             )
-    return parent.subgroup(group_ranks, group_desc if name is None else name, timeout) or NON_MEMBER
+    return parent.subgroup(group_ranks, called, timeout) or NON_MEMBER
+
+
+def _name_of(name: Any) -> str | None:
+    """Returns the name that a caller gives a group. Raises ConfigError if it is none."""
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"name: expected a str or None, got {type(name).__name__}: {name!r}")
+    return name
 
 
 def _check_device(parent: Group, device: torch.device) -> None:
@@ -206,13 +217,14 @@ def split(color: int | None, key: int = 0, group: Any = None, *, name: str | Non
     parent = resolve(group)
     device = parent.control_device
     with parent.scope("split"):
+        called = _name_of(name)
         mine = [-1 if color is None else whole_number(color, "color", 0), whole_number(key, "key", -(1 << 63))]
     table = torch.empty(2 * parent.world_size, dtype=torch.int64, device=device)
     all_gather_single(table, torch.tensor(mine, dtype=torch.int64, device=device), parent)
     pairs = table.view(-1, 2).tolist()
     members = sorted((pair[1], member) for member, pair in enumerate(pairs) if pair[0] == color)
     group_ranks = [member for _, member in members] if color is not None else None
-    return parent.subgroup(group_ranks, name, with_all=True) or NON_MEMBER
+    return parent.subgroup(group_ranks, called, with_all=True) or NON_MEMBER
 
 
 def init_from_torch() -> Group:

@@ -152,6 +152,7 @@ class RequestWork(MessageWork):
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         if not self._is_done:
+            self._group.transport.check_not_forked(self._verb)  # the message is its parent's to move
             patience_s = limit_s(timeout) or self._group.timeout_s
             deadline = time.monotonic() + patience_s
             if not self._lock.acquire(timeout=min(patience_s, threading.TIMEOUT_MAX)):
@@ -167,7 +168,10 @@ class RequestWork(MessageWork):
         return True
 
     def is_completed(self) -> bool:
-        if not self._is_done and self._lock.acquire(blocking=False):
+        if self._is_done:
+            return True
+        self._group.transport.check_not_forked(self._verb)
+        if self._lock.acquire(blocking=False):
             try:
                 if not self._is_done:
                     self._move(self._ending.test)

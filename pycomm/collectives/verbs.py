@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 import torch
 
 from ..algorithms.executor import Collective
-from ..config import whole_number
 from ..errors import ConfigError, NativeUnavailableError
 from ..ops import native
 from ..ops.reduce import reduce_supported
+from ..sizes import whole_number
 from ..types import ReduceOp
 from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve, root_rank, state
 from .group import Call, Group
@@ -342,6 +342,8 @@ def _check_same_dtype(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 def _rows(sizes: Iterable[Any] | None, name: str) -> list[int]:
     """Returns split sizes as Python's integers, none for None. Raises ConfigError where one is not whole."""
+    if sizes is not None and not isinstance(sizes, Iterable):
+        raise ConfigError(f"{name}_split_sizes: expected one number for each rank, or None, got {sizes!r}")
     return [whole_number(rows, f"{name}_split_sizes", 0) for rows in (() if sizes is None else sizes)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import limit_s
 from ..errors import CollectiveTimeoutError
+from ..transport._wording import forked
 from .futures import Tellers, future_of
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class Work:
         self.tellers = tellers or Tellers()
         self._future: Future[Any] | None = Future()
         self._is_asked = False
+        self._pid = os.getpid()
 
     @property
     def future(self) -> Future[Any]:
@@ -59,6 +62,8 @@ class Work:
     def result(self, timeout: float | timedelta | None = None) -> Any:
         """Waits as ``wait`` does and returns what the call wrote: the caller's own object, or a list of them."""
         self._is_asked = True
+        if os.getpid() != self._pid and not self.is_completed():
+            raise forked(self._description)  # the thread that would complete it is its parent's
         try:
             return self.future.result(limit_s(timeout))
         except TimeoutError as error:

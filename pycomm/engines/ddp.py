@@ -23,7 +23,7 @@ import pycomm
 
 from ..errors import ConfigError
 from ..reducer.graph import Edges, accumulates
-from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
+from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of, bytes_of
 from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
 from ._agreement import Roster, check_same_model, trained_parameters
@@ -62,7 +62,7 @@ class DistributedDataParallel(nn.Module):
         group: Any = None,
         *,
         bucket_bytes: int | str = "auto",
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        first_bucket_bytes: int | str = FIRST_BUCKET_BYTES,
         buffers: Literal["broadcast", "average"] | None = "broadcast",
         compression: Any = None,
         find_unused_parameters: bool = False,
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module):
             trained_parameters(module),
             Wire.of(self.group, compression, overlap),
             bucket_bytes=bucket_bytes_of(bucket_bytes),
-            first_bucket_bytes=first_bucket_bytes,
+            first_bucket_bytes=bytes_of(first_bucket_bytes, "first_bucket_bytes"),
             finds_unused=find_unused_parameters,
             is_static=static_graph,
         )

@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..reducer.layout import bucket_bytes_of
 from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import Reducer
+from ..sizes import whole_number
 from ._agreement import check_same_model
 from ._buffers import broadcast_tensors
 
@@ -90,7 +91,15 @@ def DistributedOptimizer(
     parameters without a name. To be called again once parameters were added to the optimizer, or unfrozen: ``step()``
     raises ConfigError for those that nobody averages.
     """
-    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"DistributedOptimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
+    if not all(isinstance(each, tuple) and len(each) == 2 for each in pairs):
+        raise ConfigError(
+            "DistributedOptimizer: named_parameters: expected pairs of a name and a parameter, got something else: "
+            "pass model.named_parameters()"
+        )
+    named = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
     known = {id(parameter) for _, parameter in named}
     held = [parameter for each in optimizer.param_groups for parameter in each["params"] if parameter.requires_grad]
     unnamed = [tuple(parameter.shape) for parameter in held if id(parameter) not in known]
@@ -99,8 +108,7 @@ def DistributedOptimizer(
             f"DistributedOptimizer: {len(unnamed)} parameters of the optimizer, of shapes {unnamed[:8]}, are not in "
             f"named_parameters; expected all of them: pass model.named_parameters()"
         )
-    if backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step: expected 1 or more, got {backward_passes_per_step}")
+    passes = whole_number(backward_passes_per_step, "backward_passes_per_step", 1)
     found = pycomm.get_group(group)
     check_same_model(named, found, "DistributedOptimizer")
     reducer = Reducer(
@@ -108,7 +116,7 @@ def DistributedOptimizer(
         Wire.of(found, compression),
         bucket_bytes=bucket_bytes_of(bucket_bytes),
         finds_unused=True,
-        passes_per_reduction=backward_passes_per_step,
+        passes_per_reduction=passes,
     )
     if isinstance(optimizer, _Distributed):
         optimizer._pycomm_reducer.close()

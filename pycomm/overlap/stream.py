@@ -29,8 +29,9 @@ from ..collectives.group import Call, Group
 from ..collectives.tensors import as_tensor, flatten
 from ..collectives.verbs import all_gather_single, all_reduce, check_op
 from ..collectives.work import Work
-from ..errors import ConfigError, TransportError
+from ..errors import TransportError
 from ..ops import native
+from ..sizes import whole_number
 from ..types import ReduceOp
 from .cuda import CudaLane
 from .lane import Lane
@@ -72,8 +73,7 @@ class CommStream:
 
     def __init__(self, name: str = "comm", group: Any = None, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         """``segment_bytes`` is the longest time, in bytes, that an urgent item waits; equal on all ranks."""
-        if segment_bytes < 1:
-            raise ConfigError(f"segment_bytes: expected at least 1, got {segment_bytes}")
+        self._segment_bytes = whole_number(segment_bytes, "segment_bytes", 1)
         parent = resolve(group)
         self.name = name
         lanes = 1 if parent.transport.name in _ON_ONE_HOST else 2
@@ -82,7 +82,6 @@ class CommStream:
             groups = [_same_ranks(self.group, f"{self.group.name}.{lane}") for lane in range(lanes)]
         self._lanes = [Lane(group, has_thread=lanes > 1) for group in groups]
         self._turn = 0
-        self._segment_bytes = segment_bytes
         self._progress: Any = None  # native; made for the first item
         self._swap: Callable[[torch.Tensor, str], torch.Tensor] = self._gather
         if self.group.transport.native_group is None and self.group.transport.can_agree("cpu"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from ..errors import ConfigError
-from ..sizes import parse_bytes
+from ..sizes import parse_bytes, whole_number
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Slot", "assign_buckets", "bucket_bytes_of"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Slot", "assign_buckets", "bucket_bytes_of", "bytes_of"]
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # the first is small, so that the wire has something to do early in the backward pass
@@ -23,12 +22,12 @@ class Slot(NamedTuple):
 
 def bucket_bytes_of(value: int | str) -> int | None:
     """Returns ``bucket_bytes`` as a number, None for "auto". Raises ConfigError."""
-    if value == "auto":
-        return None
-    nbytes = parse_bytes(value) if isinstance(value, str) else value
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        raise ConfigError(f"bucket_bytes: expected at least 1 byte, or 'auto', got {value!r}")
-    return nbytes
+    return None if value == "auto" else bytes_of(value, "bucket_bytes")
+
+
+def bytes_of(value: int | str, name: str) -> int:
+    """Returns a size, a number or a text such as "25MiB", as a number. Raises ConfigError, which calls it ``name``."""
+    return whole_number(parse_bytes(value) if isinstance(value, str) else value, name, 1)
 
 
 def assign_buckets(

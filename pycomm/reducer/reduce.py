@@ -14,7 +14,7 @@ follows from the sizes: none asks another.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +23,17 @@ import pycomm
 
 from ..errors import CollectiveMismatchError
 
-__all__ = ["Named", "Waitable", "Wire", "refuse", "start_gather", "start_mean", "start_scatter_mean", "start_sum"]
+__all__ = [
+    "Named",
+    "Waitable",
+    "Wire",
+    "checked_compression",
+    "refuse",
+    "start_gather",
+    "start_mean",
+    "start_scatter_mean",
+    "start_sum",
+]
 
 _URGENT = 1  # parameters are waited for by the next layer, gradients by the optimizer
 
@@ -42,6 +52,11 @@ class Named(NamedTuple):
     view: torch.Tensor
 
 
+def checked_compression(compression: Any) -> Any:
+    """Returns ``compression`` as calls take it, None for none. Raises ConfigError unless it is one."""
+    return None if compression is None or compression == "none" else pycomm.compression.checked_spec(compression)
+
+
 class Wire(NamedTuple):
     """How gradients travel: the ``group``, ``compression=`` of its calls, and whether they run while Python goes on.
 
@@ -57,11 +72,23 @@ class Wire(NamedTuple):
     def of(cls, group: pycomm.Group, compression: Any = None, overlap: bool | None = None) -> Wire:
         """Returns the wire of ``group``; without ``overlap`` given, asynchronous where it leaves the host.
 
+        Raises ConfigError unless ``compression`` is one.
+
         Inside a host to reduce is work for the cores and the memory that backward uses: there is nothing to hide it
         behind, and a second thread a rank would only take turns with the first.
         """
         is_async = group.transport.name not in ("shm", "local") if overlap is None else overlap
-        return cls(group, compression, is_async and group.world_size > 1)
+        return cls(group, checked_compression(compression), is_async and group.world_size > 1)
+
+    def check_means(self, named: Iterable[tuple[str, torch.dtype]]) -> None:
+        """Raises ConfigError if the gradient of a parameter of such a name and dtype cannot be compressed so."""
+        if self.compression is not None:
+            self.group.compression.check("all_reduce", pycomm.ReduceOp.AVG, named, self.compression)
+
+    def check_gathers(self, named: Iterable[tuple[str, torch.dtype]]) -> None:
+        """Raises ConfigError if a parameter of such a name and dtype cannot be compressed so."""
+        if self.compression is not None:
+            self.group.compression.check("all_gather_single", None, named, self.compression)
 
 
 def start_mean(wire: Wire, flat: torch.Tensor, parts: Sequence[Named]) -> Waitable | None:

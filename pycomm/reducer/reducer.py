@@ -69,6 +69,7 @@ class Reducer:
             raise ConfigError(
                 "there is no parameter that requires a gradient: nothing to reduce; use the module as it is"
             )
+        wire.check_means((name, parameter.dtype) for name, parameter in named)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._keys = self.names if wire.compression is None else [key_of(wire.group, *each) for each in named]

@@ -294,6 +294,7 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("sum to", lambda: pycomm.all_to_all_single(whole, whole.clone(), [1] * n, [4] * n)),
         ("expected an integer", lambda: pycomm.all_to_all_single(t, t.clone(), [4.0 / n] * n, [4.0 / n] * n)),
         ("expected an integer", lambda: pycomm.all_to_all_single(t, t.clone(), np.ones(n), np.ones(n))),
+        ("input_split_sizes: expected one number", lambda: pycomm.all_to_all_single(t, t.clone(), None, 4)),  # type: ignore[arg-type]
         ("share memory", lambda: pycomm.all_to_all_single(whole, whole)),
         ("one a rank", lambda: pycomm.all_gather([part] * (n + 1), t)),
         ("receive results", lambda: pycomm.all_gather([part] * n, t)),
@@ -313,6 +314,10 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("False, or all 2 ranks, got True and [1]", lambda: pycomm.new_group([1], use_local_synchronization=True)),
         ("got both: 'a' and 'b'", lambda: pycomm.new_group(group_desc="b", name="a")),
         ("expected a torch.device", lambda: pycomm.new_group(device_id="cuda:0")),  # type: ignore[arg-type]
+        ("expected several ranks or None", lambda: pycomm.new_group(0)),  # type: ignore[arg-type]
+        ("name: expected a str", lambda: pycomm.new_group(group_desc=7)),  # type: ignore[arg-type]
+        ("name: expected a str", lambda: pycomm.split(0, name=7)),  # type: ignore[arg-type]
+        ("segment_bytes: expected an integer from 1", lambda: pycomm.CommStream(segment_bytes=0)),
         ("color: expected an integer from 0", lambda: pycomm.split(-3)),
         ("color: expected an integer from 0", lambda: pycomm.split(1 << 70)),
         ("color: expected an integer from 0", lambda: pycomm.split("red")),  # type: ignore[arg-type]

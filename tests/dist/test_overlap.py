@@ -8,13 +8,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import pycomm
-from harness import run_ranks, transport_params, wait_until
+from harness import run_forked, run_ranks, transport_params, wait_until
 
 PROCESSES = [param for param in transport_params() if param.values[0] not in ("local", "mpi")]
 NUMEL = 300_007
@@ -72,6 +74,11 @@ def check_order(stream: pycomm.CommStream) -> None:
     assert (first, second) == (pycomm.world_size(), pycomm.world_size() ** 2) and ended == ["urgent", "large"]
 
 
+def refused_in_a_fork(call: Callable[[], object]) -> None:
+    with pytest.raises(pycomm.TransportError, match="forked"):
+        call()
+
+
 def check_forks(stream: pycomm.CommStream) -> None:
     """A forked child is no rank, and has no thread that would move anything: it is told so.
 
@@ -88,14 +95,7 @@ def check_forks(stream: pycomm.CommStream) -> None:
     thread.start()
     assert is_held.wait(500.0)
     for call in (lambda: stream.all_reduce(torch.ones(3)), stream.synchronize):
-        child = os.fork()
-        if child == 0:
-            try:
-                call()
-            except pycomm.TransportError as error:
-                os._exit(17 if "forked" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+        run_forked(partial(refused_in_a_fork, call))
     is_forked.set()
     thread.join()
 

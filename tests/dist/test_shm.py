@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 import pycomm
-from harness import interrupt_once_in_a_call, is_in_a_call, run_ranks, wait_until
+from harness import interrupt_once_in_a_call, is_in_a_call, run_forked, run_ranks, wait_until
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, ReduceOp, TransportError
 from pycomm.transport import Patience
 from pycomm.transport._handoff import share_memory
@@ -200,17 +200,13 @@ def test_other_threads_run_while_a_rank_waits(tmp_path: Path) -> None:
 def fork_a_child(rank: int) -> None:
     shared = pycomm.empty(8, shared=True).fill_(3.0)
     group = pycomm.new_group([0, 1])
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            assert shared.sum() == 24  # its memory is still there to read
+
+    def body() -> None:
+        assert shared.sum() == 24  # its memory is still there to read
+        with pytest.raises(TransportError, match="forked"):
             pycomm.all_reduce(torch.ones(3), group=group)
-        except (TransportError, pycomm.ConfigError):
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    run_forked(body)
     check_sum(2)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pycomm
-from harness import run_ranks
+from harness import run_forked, run_ranks
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
 from pycomm.ops import native
 from pycomm.transport.base import FIRST_OWN_TAG
@@ -238,19 +238,15 @@ def fork_with_messages(rank: int) -> None:
     got = [torch.zeros(1 << 15) for _ in range(3)]
     works = [pycomm.irecv(tensor, 1, tag=tag) for tag, tensor in enumerate(got)]
     tensor, group = torch.ones(1), pycomm.get_group()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            with pytest.raises(TransportError, match="forked"):
-                works[0].wait(1)
-            with pytest.raises(TransportError, match="forked"):
-                pycomm.send(tensor, 1, group=group)
-            works.clear()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def body() -> None:
+        with pytest.raises(TransportError, match="forked"):
+            works[0].wait(1)
+        with pytest.raises(TransportError, match="forked"):
+            pycomm.send(tensor, 1, group=group)
+        works.clear()
+
+    run_forked(body)
     pycomm.send(torch.ones(1), 1, tag=9)
     for tag, work in enumerate(works):
         work.wait(60)

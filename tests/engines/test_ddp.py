@@ -280,6 +280,10 @@ def distributed_optimizer(rank: int) -> None:
         optimizer.step(lambda: 0.0)
     with pytest.raises(pycomm.ConfigError, match="named_parameters"):
         pycomm.DistributedOptimizer(torch.optim.SGD(model.parameters()), list(model.named_parameters())[:1])
+    with pytest.raises(pycomm.ConfigError, match=r"expected pairs .* pass model\.named_parameters\(\)"):
+        pycomm.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.parameters())
+    with pytest.raises(pycomm.ConfigError, match=r"expected a torch\.optim\.Optimizer, got"):
+        pycomm.DistributedOptimizer(model, model.named_parameters())
 
 
 def layout_after_first_step(rank: int) -> None:
@@ -311,8 +315,10 @@ def mistakes_job(rank: int) -> None:
         pycomm.DistributedDataParallel(nn.Linear(2, 2, device="meta" if rank == 1 else "cpu"))
     with pytest.raises(pycomm.ConfigError, match="nothing to reduce"):
         pycomm.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(pycomm.ConfigError, match="bucket_bytes"):
-        pycomm.DistributedDataParallel(nn.Linear(2, 2), bucket_bytes=0)
+    for name, wrong in (("bucket_bytes", 0), ("first_bucket_bytes", "banana"), ("first_bucket_bytes", 1.5)):
+        with pytest.raises(pycomm.ConfigError, match="banana" if wrong == "banana" else name):
+            pycomm.DistributedDataParallel(nn.Linear(2, 2), **{name: wrong})
+    pycomm.DistributedDataParallel(nn.Linear(2, 2), bucket_bytes="8MiB", first_bucket_bytes="64KiB")
     for buffers in (False, True):
         model = nn.Sequential(nn.Linear(2, 2), *([nn.BatchNorm1d(2)] if buffers else []))
         ddp = pycomm.DistributedDataParallel(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 import pycomm
 from harness import run_ranks
 from pycomm.compression import Part
+from pycomm.errors import ConfigError
 
 
 class Either(nn.Module):
@@ -53,10 +55,29 @@ def engines_job(rank: int) -> None:
         for compression in ("none+every:2", "topk:0.2+ef", "topk:0.2+ef+every:3"):
             arrives_though_unused(wrap, compression)
         leaves_alone_what_nothing_came_for(wrap)
+    tells_what_cannot_be_compressed()
 
 
 def test_what_is_owed_arrives_where_it_is_owed() -> None:
     run_ranks(2, engines_job)
+
+
+def tells_what_cannot_be_compressed() -> None:
+    """Where it is asked for, and not in the middle of the first pass; "none" and "auto" are for everything."""
+
+    def gathers(module: nn.Module, compression: Any) -> nn.Module:
+        return pycomm.FullyShardedDataParallel(module, gather_compression=compression)
+
+    for wrap in (ddp, fsdp, fsdp_whole, optimizer, gathers):
+        with pytest.raises(ConfigError, match="unknown compression 'bf17'"):
+            wrap(nn.Sequential(nn.Linear(2, 2)), "bf17")
+        double = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+        with pytest.raises(ConfigError, match=r"of 1\.weight: expected float32, .*, got torch\.float64"):
+            wrap(double, "int8")
+        assert [p.numel() for p in double.parameters()] == [4, 2, 4, 2], "the model is as it was"
+        wrap(copy.deepcopy(double), "none"), wrap(double, "auto")
+    with pytest.raises(ConfigError, match="compresses sums"):
+        gathers(nn.Linear(2, 2), "powersgd")
 
 
 def owes_nothing_to_its_namesake(wrap: Callable[..., nn.Module]) -> None:

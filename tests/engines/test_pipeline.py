@@ -290,6 +290,14 @@ def other_job(rank: int) -> None:
         pycomm.Pipeline(layers[:1], functional.mse_loss, 2)
     with pytest.raises(pycomm.ConfigError, match="needs at least 2 microbatches"):
         pycomm.Pipeline(layers, functional.mse_loss, 1, schedule="interleaved_one_f_one_b")
+    for expected, wrong in (
+        ("layers: expected", {"layers": nn.Linear(2, 2)}),
+        ("microbatches: expected", {"microbatches": 2.0}),
+        ("schedule: expected", {"schedule": None}),
+        ("split_model: by: expected", {"split": None}),
+    ):
+        with pytest.raises(pycomm.ConfigError, match=expected):
+            pycomm.Pipeline(**{"layers": layers, "loss": functional.mse_loss, "microbatches": 2, **wrong})
     with pytest.raises(pycomm.ConfigError, match="unknown pipeline schedule"):
         pycomm.Pipeline(layers, functional.mse_loss, 1, schedule="one")
     with pytest.raises(pycomm.CollectiveMismatchError, match=r"ranks \[1\] have '0.weight"):

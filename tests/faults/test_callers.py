@@ -16,7 +16,7 @@ import torch
 from laws import EVERYWHERE
 
 import pycomm
-from harness import interrupt_once_in_a_call, is_in_a_call, run_ranks, wait_until
+from harness import interrupt_once_in_a_call, is_in_a_call, run_forked, run_ranks, wait_until
 from pycomm import PeerLostError, TransportError
 
 everywhere = pytest.mark.parametrize("transport", EVERYWHERE)
@@ -118,23 +118,25 @@ def close_early(rank: int) -> None:
     assert caught.value.rank == 1
 
 
+def use_what_is_the_parents(group: pycomm.Group, message: pycomm.Work, work: pycomm.Work | None) -> None:
+    for wait in (message.wait, message.is_completed, *([] if work is None else [work.wait])):
+        with pytest.raises(TransportError, match="forked"):
+            wait()
+    with pytest.raises(TransportError, match="forked"), group:  # which closes nothing of the parent's
+        pycomm.all_reduce(torch.ones(3), group=group)
+
+
 def fork_a_child(rank: int) -> None:
     check_sum(2)
     group = pycomm.new_group([0, 1])
     for is_under_way in (False, True):
         late = torch.ones(3)
         work = pycomm.all_reduce(late, group=group, async_op=True) if is_under_way and rank == 0 else None
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                with group:  # which closes nothing of the parent's
-                    pycomm.all_reduce(torch.ones(3), group=group)
-            except TransportError as error:
-                status = 0 if "forked" in str(error) else 2
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        message = pycomm.irecv(torch.ones(3), 1 - rank)
+        run_forked(partial(use_what_is_the_parents, group, message, work))
+        pycomm.barrier()  # so that nothing had come
+        pycomm.send(torch.ones(3), 1 - rank)
+        message.wait()
         if work is not None:
             work.wait()
         elif is_under_way:

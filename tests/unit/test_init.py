@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from harness import run_ranks
+from harness import run_forked, run_ranks
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, TransportError
 from pycomm.algorithms.selection import load_table
 from pycomm.algorithms.tables import Table
@@ -166,10 +166,11 @@ def test_closing_a_group_closes_those_made_from_it() -> None:
 
 def test_a_fork_is_no_rank() -> None:
     with pycomm.init():
-        pid = os.fork()
-        if pid == 0:
-            os._exit(1 if pycomm.is_initialized() else 0)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        def body() -> None:
+            assert not pycomm.is_initialized()
+
+        run_forked(body)
         assert pycomm.is_initialized()
         pycomm.all_reduce(torch.ones(2))  # the child took nothing with it
 

@@ -68,6 +68,21 @@ class Layout(NamedTuple):
         """Whether something is on the wire, so that names matter."""
         return any(each is not None for each in (*(w.compression for w in self.ranks if w), self.gather_compression))
 
+    @property
+    def gathers(self) -> Wire | None:
+        """How parameters travel; None where each rank has all."""
+        shards = self.ranks.shards
+        return None if shards is None else shards._replace(compression=self.gather_compression)
+
+    def check_compression(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Raises ConfigError if one of them, or the gradient of one, cannot be compressed as it is to be."""
+        dtypes = [(name, each.requires_grad, self.precision.of(each.dtype)) for name, each in named]
+        for wire in self.ranks:
+            if wire is not None:
+                wire.check_means((name, on_the_wire) for name, is_trained, (_, on_the_wire) in dtypes if is_trained)
+        if self.gathers is not None:
+            self.gathers.check_gathers((name, computed) for name, _, (computed, _) in dtypes)
+
 
 class FlatParameter:
     """The ``named`` parameters of one unit: of one dtype, on one device, all trained or all frozen."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
-from ...reducer.reduce import Wire, refuse, start_sum
+from ...reducer.reduce import Wire, checked_compression, refuse, start_sum
 from ...reducer.reducer import has_hooks
 from .._agreement import Roster, check_same_model
 from .._buffers import broadcast_tensors, make_equal
@@ -95,9 +95,10 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self.buffers_mode = buffers
         self._ranks = ranks_of(chosen, group, compression, overlap)
-        self._check_same_model(initialize is not None)
         self._ledger = Ledger()
-        layout = Layout(chosen, self._ranks, precision, gather_compression, offload, self._ledger)
+        gathered = checked_compression(gather_compression)
+        layout = Layout(chosen, self._ranks, precision, gathered, offload, self._ledger)
+        self._check_same_model(layout, initialize is not None)
         self.units = self._shard(found, layout, initialize)
         self._passes = Passes(
             self.units,
@@ -136,14 +137,15 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _check_same_model(self, may_be_meta: bool) -> None:
-        """Raises on every rank if one has another model, also if that rank is in another group."""
+    def _check_same_model(self, layout: Layout, may_be_meta: bool) -> None:
+        """Raises on every rank if one has another model, or one that does not fit, also if it is in another group."""
         error: PycommError | None = None
         for group in self._ranks.groups:
             try:
                 named = list(self.module.named_parameters())
                 check_same_model(named, group, "FullyShardedDataParallel", may_be_meta=may_be_meta)
                 _check_hooks(named)
+                layout.check_compression(named)
             except PycommError as found:
                 error = error or found
             told = torch.tensor([error is not None], dtype=torch.int32, device=group.control_device)

@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import pycomm
 
 from ...errors import CollectiveMismatchError, ConfigError
-from ...reducer.reduce import Wire
 from .flat import FlatParameter, Layout, Slot
 from .unit import Unit
 
@@ -64,7 +63,7 @@ class Passes:
         self.is_enabled = True  # False: gradients only accumulate
         self._layout = layout
         shards = layout.ranks.shards
-        self._gathers: Wire | None = None if shards is None else shards._replace(compression=layout.gather_compression)
+        self._gathers = layout.gathers
         self._reshards = reshards_after_forward
         self._prefetch = prefetch if shards is not None and shards.stream is not None else 0
         self._most_under_way = 1 + self._prefetch if layout.strategy.shards_gradients else len(units)

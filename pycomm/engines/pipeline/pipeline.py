@@ -11,7 +11,7 @@ After a step every ``.grad`` of this rank's stages is that of the mean loss over
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -97,6 +97,13 @@ class Pipeline:
         compression: Any = None,
     ) -> None:
         self.group = pycomm.get_group(group)
+        if not isinstance(layers, Iterable) or not all(isinstance(each, nn.Module) for each in layers):
+            raise ConfigError(
+                f"Pipeline: layers: expected an nn.Sequential, or a list of modules of which each takes what the one "
+                f"before it returns, got {type(layers).__name__}"
+            )
+        if not isinstance(schedule, (str, Schedule)):
+            raise ConfigError(f"Pipeline: schedule: expected a name or a Schedule, got {type(schedule).__name__}")
         whole = nn.Sequential(*layers)
         check_same_model(list(whole.named_parameters()), self.group, "Pipeline")
         if isinstance(schedule, str):

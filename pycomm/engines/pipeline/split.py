@@ -35,7 +35,7 @@ def split_model(
     each stage. Raises ConfigError.
     """
     layers = list(layers)
-    if not isinstance(by, str):
+    if isinstance(by, Sequence) and not isinstance(by, str):
         if len(by) != stages or sum(by) != len(layers) or min(by) < 1:
             raise ConfigError(
                 f"split_model: expected {stages} numbers of layers >= 1 that sum to {len(layers)}, got {list(by)}"

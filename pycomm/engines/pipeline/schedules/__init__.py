@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ....errors import ConfigError
 from ....registry import Registry
+from ....sizes import whole_number
 from ..actions import Schedule
 from ..lower import validate
 from ..simulate import StageTimes
@@ -33,13 +34,14 @@ def make(
     """
     module = SCHEDULES.load(name)
     least, own = module.least_microbatches(ranks), module.STAGES_PER_RANK
-    if microbatches < least:
+    if whole_number(microbatches, "microbatches", 1) < least:
         raise ConfigError(
             f"schedule {name!r} on {ranks} ranks needs at least {least} microbatches, got {microbatches}; split the "
             f"batch into more, or use 'gpipe'"
         )
     if stages_per_rank not in (None, own) and not module.TAKES_ANY_STAGES:
         raise ConfigError(f"schedule {name!r} has {own} stage(s) a rank, got {stages_per_rank}")
-    schedule: Schedule = module.build(ranks, microbatches, stages_per_rank or own, times)
+    stages = own if stages_per_rank is None else whole_number(stages_per_rank, "stages_per_rank", 1)
+    schedule: Schedule = module.build(ranks, microbatches, stages, times)
     validate(schedule)
     return schedule
