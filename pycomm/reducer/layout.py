@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from ..errors import ConfigError
 from ..sizes import parse_bytes, whole_number
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Slot", "assign_buckets", "bucket_bytes_of", "bytes_of"]
@@ -27,6 +28,8 @@ def bucket_bytes_of(value: int | str) -> int | None:
 
 def bytes_of(value: int | str, name: str) -> int:
     """Returns a size, a number or a text such as "25MiB", as a number. Raises ConfigError, which calls it ``name``."""
+    if isinstance(value, bool):
+        raise ConfigError(f"{name}: expected a number of bytes, got {value!r}")
     return whole_number(parse_bytes(value) if isinstance(value, str) else value, name, 1)
 
 
