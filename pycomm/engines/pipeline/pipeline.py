@@ -97,14 +97,15 @@ class Pipeline:
         compression: Any = None,
     ) -> None:
         self.group = pycomm.get_group(group)
-        if not isinstance(layers, Iterable) or not all(isinstance(each, nn.Module) for each in layers):
+        modules = list(layers) if isinstance(layers, Iterable) else [None]
+        if not all(isinstance(each, nn.Module) for each in modules):
             raise ConfigError(
                 f"Pipeline: layers: expected an nn.Sequential, or a list of modules of which each takes what the one "
                 f"before it returns, got {type(layers).__name__}"
             )
         if not isinstance(schedule, (str, Schedule)):
             raise ConfigError(f"Pipeline: schedule: expected a name or a Schedule, got {type(schedule).__name__}")
-        whole = nn.Sequential(*layers)
+        whole = nn.Sequential(*modules)
         check_same_model(list(whole.named_parameters()), self.group, "Pipeline")
         if isinstance(schedule, str):
             schedule = make(schedule, self.group.world_size, microbatches, stages_per_rank, times)

@@ -6,7 +6,7 @@ All give an ``nn.Sequential`` a stage, of consecutive layers of an ``nn.Sequenti
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
+from ...sizes import whole_number
 from .._marks import numel_of
 from .._measuring import without_trace
 
@@ -35,12 +36,12 @@ def split_model(
     each stage. Raises ConfigError.
     """
     layers = list(layers)
-    if isinstance(by, Sequence) and not isinstance(by, str):
-        if len(by) != stages or sum(by) != len(layers) or min(by) < 1:
+    if isinstance(by, Iterable) and not isinstance(by, str):
+        numbers = [whole_number(number, "split_model: the number of layers of a stage", 1) for number in by]
+        if len(numbers) != stages or sum(numbers) != len(layers):
             raise ConfigError(
-                f"split_model: expected {stages} numbers of layers >= 1 that sum to {len(layers)}, got {list(by)}"
+                f"split_model: expected {stages} numbers of layers >= 1 that sum to {len(layers)}, got {numbers}"
             )
-        numbers = list(by)
     elif by == "time":
         if sample is None:
             raise ConfigError("split_model: by='time' needs sample=, one microbatch of the model's input")
