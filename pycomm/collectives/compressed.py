@@ -64,7 +64,7 @@ def check_call(
 ) -> Squeezed:
     """Returns the call, ready to run. Raises ConfigError for what cannot be compressed, before a byte moves."""
     collective = collectives[0]
-    flat = collective.input
+    flat = collective.input  # there is none on some ranks of verbs that are refused here
     described = tuple(parts) or (Part(name, (0 if flat is None else flat.numel(),)),)
     check_kind(collective.verb, collective.dtype, collective.op, compressor, described, called=verb)
     for each, chosen in compressor.routes(described):

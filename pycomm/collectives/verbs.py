@@ -342,9 +342,11 @@ def _check_same_dtype(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 def _rows(sizes: Iterable[Any] | None, name: str) -> list[int]:
     """Returns split sizes as Python's integers, none for None. Raises ConfigError where one is not whole."""
-    if sizes is not None and not isinstance(sizes, Iterable):
+    if sizes is None:
+        return []
+    if not isinstance(sizes, Iterable):
         raise ConfigError(f"{name}_split_sizes: expected one number for each rank, or None, got {sizes!r}")
-    return [whole_number(rows, f"{name}_split_sizes", 0) for rows in (() if sizes is None else sizes)]
+    return [whole_number(rows, f"{name}_split_sizes", 0) for rows in sizes]
 
 
 def _splits(tensor: torch.Tensor, rows: Sequence[int], world_size: int, name: str) -> tuple[int, ...]:

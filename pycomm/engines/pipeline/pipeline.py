@@ -11,7 +11,7 @@ After a step every ``.grad`` of this rank's stages is that of the mean loss over
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from .outcome import Outcome
 from .run import Run
 from .schedules import make
 from .simulate import StageTimes
-from .split import split_model
+from .split import modules_of, split_model
 from .stage import LossFunction, Stage
 
 __all__ = ["Pipeline", "StepReport"]
@@ -97,23 +97,11 @@ class Pipeline:
         compression: Any = None,
     ) -> None:
         self.group = pycomm.get_group(group)
-        modules = list(layers) if isinstance(layers, Iterable) else [None]
-        if not all(isinstance(each, nn.Module) for each in modules):
-            raise ConfigError(
-                f"Pipeline: layers: expected an nn.Sequential, or a list of modules of which each takes what the one "
-                f"before it returns, got {type(layers).__name__}"
-            )
-        if not isinstance(schedule, (str, Schedule)):
-            raise ConfigError(f"Pipeline: schedule: expected a name or a Schedule, got {type(schedule).__name__}")
-        whole = nn.Sequential(*modules)
+        whole = nn.Sequential(*modules_of(layers))
         check_same_model(list(whole.named_parameters()), self.group, "Pipeline")
         if isinstance(schedule, str):
             schedule = make(schedule, self.group.world_size, microbatches, stages_per_rank, times)
-        if schedule.ranks != self.group.world_size:
-            raise ConfigError(
-                f"Pipeline: schedule {schedule.name!r} is for {schedule.ranks} ranks, the group has "
-                f"{self.group.world_size}; build it for as many"
-            )
+        _check_schedule(schedule, self.group)
         self.schedule = schedule
         self.lowered = lower(schedule)
         beside = None if data_group is None else pycomm.get_group(data_group)
@@ -335,6 +323,16 @@ class Pipeline:
             losses.clear()
         pycomm.broadcast(total, group=self.group, group_src=self.schedule.placement[last])
         return total
+
+
+def _check_schedule(schedule: Schedule, group: pycomm.Group) -> None:
+    if not isinstance(schedule, Schedule):
+        raise ConfigError(f"Pipeline: schedule: expected a name or a Schedule, got {type(schedule).__name__}")
+    if schedule.ranks != group.world_size:
+        raise ConfigError(
+            f"Pipeline: schedule {schedule.name!r} is for {schedule.ranks} ranks, the group has {group.world_size}; "
+            f"build it for as many"
+        )
 
 
 def _groups(beside: pycomm.Group | None, engines: Sequence[Averaging]) -> list[pycomm.Group]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ...sizes import whole_number
 from .._marks import numel_of
 from .._measuring import without_trace
 
-__all__ = ["balance", "layer_times_s", "split_model"]
+__all__ = ["balance", "layer_times_s", "modules_of", "split_model"]
 
 _SAMPLES = 3
 
@@ -35,7 +35,7 @@ def split_model(
     microbatch; every rank must cut alike, so let one measure and pass the cuts), or a list: the number of layers of
     each stage. Raises ConfigError.
     """
-    layers = list(layers)
+    layers = modules_of(layers)
     if isinstance(by, Iterable) and not isinstance(by, str):
         numbers = [whole_number(number, "split_model: the number of layers of a stage", 1) for number in by]
         if len(numbers) != stages or sum(numbers) != len(layers):
@@ -52,6 +52,17 @@ def split_model(
         raise ConfigError(f"split_model: by: expected 'parameters', 'time' or numbers of layers, got {by!r}")
     cuts = [sum(numbers[:stage]) for stage in range(stages + 1)]
     return [nn.Sequential(*layers[first:last]) for first, last in zip(cuts, cuts[1:])]
+
+
+def modules_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the layers of a model that is cut between them. Raises ConfigError for one that is not made of layers."""
+    found: list[Any] = list(layers) if isinstance(layers, Iterable) else [None]
+    if not all(isinstance(each, nn.Module) for each in found):
+        raise ConfigError(
+            f"layers: expected an nn.Sequential, or a list of modules of which each takes what the one before it "
+            f"returns, got {type(layers).__name__}"
+        )
+    return found
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:

@@ -34,7 +34,8 @@ def make(
     """
     module = SCHEDULES.load(name)
     least, own = module.least_microbatches(ranks), module.STAGES_PER_RANK
-    if whole_number(microbatches, "microbatches", 1) < least:
+    microbatches = whole_number(microbatches, "microbatches", 1)
+    if microbatches < least:
         raise ConfigError(
             f"schedule {name!r} on {ranks} ranks needs at least {least} microbatches, got {microbatches}; split the "
             f"batch into more, or use 'gpipe'"
