@@ -41,8 +41,11 @@ from pycomm.transport.local import LocalWorld
 
 __all__ = [
     "RanksFailed",
+    "descendants",
+    "descriptors",
     "interrupt_once_in_a_call",
     "is_in_a_call",
+    "proc_files",
     "run_forked",
     "run_ranks",
     "server",
@@ -144,6 +147,37 @@ def run_forked(body: Callable[[], object]) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "see what the child printed"
+
+
+def proc_files(name: str) -> dict[int, str]:
+    """Returns ``/proc/PID/name`` of every process of this machine, by pid, without those that end meanwhile.
+
+    Any may, between two lines: other work runs here too. (``Path.glob`` raises ESRCH at those.)
+    """
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            found[pid] = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the processes that ``pid`` started, those that they started, and so on: parents before their children."""
+    parents = {each: int(stat.rpartition(")")[2].split()[1]) for each, stat in proc_files("stat").items()}
+    found = [pid]
+    for parent in found:
+        found += [each for each, of in parents.items() if of == parent]
+    return found[1:]
+
+
+def descriptors(pid: int | str) -> list[tuple[str, str]]:
+    """Returns (path, what it refers to) of each descriptor that a process has open; none of one that has ended."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in (f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.append((path, os.readlink(path)))
+    return found
 
 
 def is_in_a_call() -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from harness import wait_until
+from harness import descendants, wait_until
 
 JOBS = Path(__file__).parent / "jobs"
 BIN = Path(sys.executable).parent
@@ -46,12 +46,6 @@ def start(command: list[str], timeout_s: float = 900, **environ: str) -> subproc
                 printed = process.communicate()
             raise AssertionError("\n".join([*found, *printed])) from None
     return subprocess.CompletedProcess(command, process.returncode, *printed)
-
-
-def descendants(pid: int) -> list[int]:
-    """The children of ``pid``, theirs, and so on: those that started others first."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return children + [each for child in children for each in descendants(child)]
 
 
 def end_and_describe(pid: int) -> str:

@@ -14,21 +14,11 @@ from pathlib import Path
 import pytest
 from test_launchers import JOBS, LAUNCHER_VARIABLES, MPIRUN, needs_mpi
 
+from harness import descendants, descriptors
+
 PYCOMM_RUN = [sys.executable, "-m", "pycomm", "run", "-n", "2"]
 NOBODY = 65534
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}  # as the kernel writes it
-
-
-def descendants(pid: int) -> set[int]:
-    """Returns ``pid`` and all that it started, that those started, and so on."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
 
 
 def listening(pid: int) -> dict[tuple[str, str], set[int]]:
@@ -39,13 +29,10 @@ def listening(pid: int) -> dict[tuple[str, str], set[int]]:
             if fields[3] == "0A":
                 at_inode[f"socket:[{fields[9]}]"] = fields[1].split(":")[0]
     found: dict[tuple[str, str], set[int]] = {}
-    for each in descendants(pid):
-        with contextlib.suppress(OSError):
-            for fd in os.listdir(f"/proc/{each}/fd"):
-                with contextlib.suppress(OSError):
-                    name = os.readlink(f"/proc/{each}/fd/{fd}")
-                    if name in at_inode:
-                        found.setdefault((at_inode[name], name), set()).add(each)
+    for each in (pid, *descendants(pid)):
+        for _, name in descriptors(each):
+            if name in at_inode:
+                found.setdefault((at_inode[name], name), set()).add(each)
     return found
 
 
@@ -88,17 +75,17 @@ def test_gloo_listens_on_loopback_alone(tmp_path: Path) -> None:
 def test_another_user_cannot_open_the_store_and_it_listens_nowhere(tmp_path: Path) -> None:
     with running(PYCOMM_RUN, "shm", tmp_path) as pid:
         assert not listening(pid)
-        stores = [f for f in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(f).startswith("/memfd:pycomm-store")]
+        (store,) = (path for path, name in descriptors(pid) if name.startswith("/memfd:pycomm-store"))
         child = os.fork()
         if child == 0:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             try:
-                os.open(stores[0], os.O_RDWR)
+                os.open(store, os.O_RDWR)
             except PermissionError:
                 os._exit(0)
             os._exit(1)
-        assert len(stores) == 1 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_torchrun_itself_listens_everywhere_and_its_ranks_do_not(tmp_path: Path) -> None:

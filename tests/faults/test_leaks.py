@@ -13,7 +13,7 @@ import torch
 from laws import RANKS, TRANSPORTS, check_sum
 
 import pycomm
-from harness import run_ranks
+from harness import descriptors, proc_files, run_ranks
 
 FOLDERS = ("/dev/shm", "/tmp")
 
@@ -29,23 +29,18 @@ def names() -> set[str]:
 def memories(pid: int | str) -> set[int]:
     """The inodes of pycomm's memory that a process holds by a descriptor."""
     found = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
+    for path, name in descriptors(pid):
         with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(fd).startswith("/memfd:pycomm "):
-                found.add(os.stat(fd).st_ino)
+            if name.startswith("/memfd:pycomm "):
+                found.add(os.stat(path).st_ino)
     return found
 
 
-def holders(inode: int) -> set[str]:
+def holders(inode: int) -> set[int]:
     """The processes that hold the memory of a job: by a descriptor, or mapped."""
-    found = set()
     mapped = f" {inode} /memfd:pycomm "  # a file on a disk may well have this number too
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            maps = " ".join((process / "maps").read_text().split())
-            if inode in memories(process.name) or mapped in maps:
-                found.add(process.name)
-    return found
+    every = proc_files("maps").items()
+    return {pid for pid, maps in every if mapped in " ".join(maps.split()) or inode in memories(pid)}
 
 
 def die_together(rank: int, path: str) -> None:
@@ -56,7 +51,7 @@ def die_together(rank: int, path: str) -> None:
     pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
     if rank == 0:
         (inode,) = memories("self")
-        assert holders(inode) == set(map(str, pids.tolist()))
+        assert holders(inode) == set(pids.tolist())
         Path(path).write_text(str(inode))
         time.sleep(0.02)  # as a rule the others wait in a collective by then; nothing depends on that
         for pid in reversed(pids.tolist()):

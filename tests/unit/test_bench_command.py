@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import proc_files, wait_until
 from pycomm.cli.bench import main, parse
 from pycomm.cli.bench.job import JobFailedError, SpawnedJob
 from pycomm.cli.bench.peers import KEEP_MEMORY, MAKE_PEERS, PEERS, missing_peers, peer_names
@@ -133,36 +134,21 @@ def test_ctrl_c_ends_every_job(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        folder = _wait_for(lambda: next(tmp_path.glob("pycomm-bench-*/socket"), None)).parent
-        ranks = _wait_for(lambda: found if len(found := _processes_with(str(folder))) >= 2 else None)
+        wait_until(lambda: any(tmp_path.glob("pycomm-bench-*/socket")))
+        (folder,) = tmp_path.glob("pycomm-bench-*")
+        wait_until(lambda: len(_processes_with(str(folder))) >= 2)
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=900)
     finally:
         process.kill()
     assert process.returncode == 130 and "interrupted" in output, output
-    _wait_for(lambda: True if not _processes_with(str(folder)) else None)
-    assert list(tmp_path.iterdir()) == [] and ranks, "neither the benchmark's folder nor that of `pycomm run`"
-
-
-def _wait_for(probe):  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        if (found := probe()) is not None:
-            return found
-        time.sleep(0.05)
-    raise AssertionError("it did not happen within 600 s")
+    wait_until(lambda: not _processes_with(str(folder)))
+    assert list(tmp_path.iterdir()) == [], "neither the benchmark's folder nor that of `pycomm run`"
 
 
 def _processes_with(argument: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if argument in path.read_text():
-                found.append(int(path.parent.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return found
+    return [pid for pid, command in proc_files("cmdline").items() if argument in command]
 
 
 def test_a_real_run_beside_gloo_and_a_checkout(tmp_path: Path) -> None:
