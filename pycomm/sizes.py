@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 
@@ -36,13 +37,16 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"the size {text!r} is not understood; write it as 4B, 1KiB, 64MiB or 1GB.")
-    return int(float(match[1]) * unit)
+    nbytes = float(match[1]) * unit
+    if nbytes >= 1 << 63:
+        raise ConfigError(f"the size {text} is not below 2**63 bytes.")
+    return int(nbytes)
 
 
 def parse_time(text: str) -> float:
     """Returns the seconds that ``text`` means, such as 5us; raises ConfigError if it means none."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|ns)\s*", text)
-    if match is None:
+    if match is None or float(match[1]) == math.inf:
         raise ConfigError(f"the time {text!r} is not understood; write it as 5us, 0.2ms or 1s.")
     return float(match[1]) * _TIMES[match[2]]
 
@@ -50,7 +54,7 @@ def parse_time(text: str) -> float:
 def parse_bandwidth(text: str) -> float:
     """Returns the bytes per second that ``text`` means, such as 25Gbit or 3GB; raises ConfigError if it means none."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B|iB)(?:/s)?\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    if match is None or float(match[1]) in (0, math.inf):
         raise ConfigError(f"the bandwidth {text!r} is not understood; write it as 25Gbit, 100Mbit or 3GB (a second).")
     unit = match[3].lower()
     prefix = _PREFIXES[match[2].upper()] if unit != "ib" else 1024.0 ** "KMGT".index(match[2].upper() or "K") * 1024

@@ -7,6 +7,7 @@ Everything here reads the environment and ``/proc`` alone. Nothing starts MPI, o
 from __future__ import annotations
 
 import os
+import platform
 import re
 import socket
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +17,17 @@ from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["LaunchInfo", "Topology", "available_cores", "detect_launch", "first_host", "host_id", "local_address"]
+__all__ = [
+    "LaunchInfo",
+    "Topology",
+    "available_cores",
+    "detect_launch",
+    "first_host",
+    "host_id",
+    "local_address",
+    "memory_bytes",
+    "processor",
+]
 
 # Slurm numbers its own steps (batch script, interactive shell, ...) down from here; srun's count up from 0.
 _SLURM_FIRST_RESERVED_STEP = 0xFFFF_FFF0
@@ -353,6 +364,21 @@ def available_cores() -> int:
     """Returns how many cores this process may keep busy: its affinity, held down by the CPU quota of its cgroups."""
     affinity = len(os.sched_getaffinity(0))
     return int(min(affinity, max(1.0, _cgroup_quota_cores())))
+
+
+def processor() -> str:
+    """Returns the model name of this host's processors, or their architecture where the kernel tells no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def memory_bytes() -> int:
+    """Returns the size of this host's physical memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_quota_cores(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:

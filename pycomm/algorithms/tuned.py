@@ -20,7 +20,7 @@ from typing import Any
 
 from .. import env
 from ..errors import ConfigError
-from ..topology import Topology, available_cores
+from ..topology import Topology, available_cores, processor
 from . import find_algorithm
 from .cost import Level, LinkModel, predict
 from .tables import Rule, parse_rules, show_rules
@@ -52,7 +52,7 @@ def folder() -> Path:
 @cache
 def facts() -> dict[str, str]:
     """Returns what times on this machine depend on."""
-    found = {"processor": _processor(), "cores": str(available_cores())}
+    found = {"processor": processor(), "cores": str(available_cores())}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
@@ -156,11 +156,3 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)  # a job that starts meanwhile reads the old one or the new one
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

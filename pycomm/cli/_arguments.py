@@ -8,28 +8,38 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..sizes import parse_bytes
+from ..topology import memory_bytes
 
-__all__ = ["PICTURES", "check_output", "check_transport", "positive", "positive_int"]
+__all__ = ["PICTURES", "check_output", "check_transport", "message_bytes", "positive", "positive_int"]
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def positive(text: str) -> float:
-    """Returns a positive, finite number, as a type of argparse."""
+    """Returns a number above 0 and up to 1e9 (seconds are 30 years), as a type of argparse."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    if not 0 < value <= 1e9:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, 1e9 at most, got {text!r}")
     return value
 
 
 def positive_int(text: str) -> int:
-    """Returns a whole number from 1 on, as a type of argparse."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
+    """Returns a whole number from 1 to 2**31 - 1, as a type of argparse."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 0 < int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 2147483647, got {text!r}")
     return int(text)
+
+
+def message_bytes(option: str, text: str) -> int:
+    """Returns the size of a message that ``option`` asks for; raises ConfigError if no rank here can hold it."""
+    nbytes = parse_bytes(text)
+    if nbytes > memory_bytes():
+        raise ConfigError(f"{option} {text}: this host has {memory_bytes() / 2**30:.1f} GiB of memory in all")
+    return nbytes
 
 
 def check_output(option: str, path: str | Path | None, suffixes: tuple[str, ...] = ()) -> None:

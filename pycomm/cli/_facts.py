@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..topology import memory_bytes, processor
 
-__all__ = ["Fact", "environment", "extras", "host", "installed", "launcher", "versions"]
+__all__ = ["Fact", "chosen", "environment", "extras", "host", "installed", "launcher", "versions"]
 
 MEMBARRIER_SYSCALL = {"x86_64": 324, "aarch64": 283}
 MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
@@ -147,13 +148,12 @@ def host() -> list[Fact]:
         affinity = sorted(os.sched_getaffinity(0))
     except AttributeError:
         affinity = []
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     facts = [
         Fact("kernel", f"{platform.system()} {platform.release()} {platform.machine()}"),
-        Fact("CPU", _cpu_model()),
+        Fact("CPU", processor()),
         Fact("cores", os.cpu_count()),
         Fact("cores of this process", _ranges(affinity)),
-        Fact("memory", f"{memory_bytes / 2**30:.1f} GiB"),
+        Fact("memory", f"{memory_bytes() / 2**30:.1f} GiB"),
     ]
     if os.path.isdir("/dev/shm"):
         usage = shutil.disk_usage("/dev/shm")
@@ -162,21 +162,13 @@ def host() -> list[Fact]:
     huge = "/sys/kernel/mm/transparent_hugepage"
     return [
         *facts,
-        Fact("THP for shared memory", _chosen(f"{huge}/shmem_enabled"), "advise allows huge pages in shared segments"),
-        Fact("THP", _chosen(f"{huge}/enabled")),
+        Fact("THP for shared memory", chosen(f"{huge}/shmem_enabled"), "advise allows huge pages in shared segments"),
+        Fact("THP", chosen(f"{huge}/enabled")),
         Fact("memfd_create", hasattr(os, "memfd_create")),
         Fact("pidfd_open", hasattr(os, "pidfd_open")),
         _membarrier(),
         _autogroup(),
     ]
-
-
-def _cpu_model() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -190,7 +182,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _chosen(path: str) -> str | None:
+def chosen(path: str) -> str | None:
     """Returns the bracketed word of a sysfs switch: ``always [madvise] never`` -> ``madvise``."""
     try:
         words = Path(path).read_text().split()

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..sizes import format_bytes, parse_bytes
+from ..sizes import format_bytes
 from ..topology import detect_launch
-from ._arguments import check_output, check_transport, positive, positive_int
+from ._arguments import check_output, check_transport, message_bytes, positive, positive_int
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--svg", help="also draw the heat maps into this file")
     arguments = sys.argv[2:] if argv is None else list(argv)
     options = parser.parse_args(arguments)
-    nbytes = parse_bytes(options.bytes)
+    nbytes = message_bytes("--bytes", options.bytes)
     check_transport(options.transport)
     check_output("--svg", options.svg, (".svg",))
     launch = detect_launch()

@@ -53,7 +53,8 @@ def test_sizes_are_written_with_the_unit_that_divides_them() -> None:
 def test_the_sweep_has_every_power_of_four() -> None:
     assert sweep(4, 64 << 20, 4) == [4**k for k in range(1, 14)]
     assert sweep(8, 8, 2) == [8]
-    for wrong in ((0, 4, 2), (8, 4, 2), (4, 8, 1)):
+    assert sweep(4, 7, 1.1) == [4, 5, 6], "each size once"
+    for wrong in ((0, 4, 2), (8, 4, 2), (4, 8, 1), (4, 8, 1.0001)):
         with pytest.raises(ConfigError):
             sweep(*wrong)
 

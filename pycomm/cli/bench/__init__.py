@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .._arguments import PICTURES, check_output, check_transport, positive, positive_int
+from .._arguments import PICTURES, check_output, check_transport, message_bytes, positive, positive_int
 
 if TYPE_CHECKING:
     from .job import Job
@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("verb", nargs="?", choices=list(VERBS), help=", ".join(VERBS), metavar="VERB")
-    add("-n", dest="world_sizes", metavar="N[,N...]", help="ranks to start on this host (default: 2)")
+    add(
+        "-n", dest="world_sizes", type=_world_sizes, metavar="N[,N...]", help="ranks to start on this host (default: 2)"
+    )
     add("-b", "--min-bytes", default="4B", metavar="SIZE", help="smallest message (default: %(default)s)")
     add("-e", "--max-bytes", default="64MiB", metavar="SIZE", help="largest message (default: %(default)s)")
     add("-f", "--step-factor", type=positive, default=4, metavar="F", help="from size to size (default: %(default)s)")
@@ -70,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
     """Parses and checks the command line; no settings means that there is nothing to measure. Raises ConfigError."""
-    from ...sizes import parse_bytes
     from ...types import dtype_of_name
     from .peers import peer_names
     from .session import Settings
@@ -97,9 +98,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
         if options.place not in verb.places:
             place = "in place" if verb.places == ("in",) else "out of place"
             raise ConfigError(f"--place {options.place}: {options.verb} is only done {place}.")
+    smallest = message_bytes("--min-bytes", options.min_bytes)
+    largest = message_bytes("--max-bytes", options.max_bytes)
     settings = Settings(
         verb=options.verb,
-        sizes=tuple(sweep(parse_bytes(options.min_bytes), parse_bytes(options.max_bytes), options.step_factor)),
+        sizes=tuple(sweep(smallest, largest, options.step_factor)),
         dtype=dtype.name,
         itemsize=dtype.itemsize,
         op=options.op.upper() if verb.reduces else "SUM",
@@ -148,7 +151,7 @@ def _measure(options: argparse.Namespace, settings: Settings) -> int:
     with closing(Report(options.json)) as report:
         report.facts(machine_facts())
         try:
-            for world_size in _world_sizes(options.world_sizes or "2"):
+            for world_size in options.world_sizes or [2]:
                 with start_jobs(settings, world_size, report.note) as jobs:
                     _show(report, jobs, settings, world_size)
         finally:
@@ -170,8 +173,8 @@ def _measure_inside(options: argparse.Namespace, settings: Settings) -> int:
     if settings.is_pinned:
         pin_to_core()
     job = InsideJob(Runner(start_library("pycomm", settings.transport, "")))
-    if options.world_sizes not in (None, str(job.world_size)):
-        raise ConfigError(f"-n {options.world_sizes}: the launcher has started {job.world_size} ranks; leave -n out.")
+    if options.world_sizes not in (None, [job.world_size]):
+        raise ConfigError(f"-n: the launcher has started {job.world_size} ranks; leave -n out.")
     with closing(Report(options.json, is_silent=job.rank != 0)) as report:
         report.facts(facts)
         _show(report, [job], settings, job.world_size)
@@ -194,13 +197,8 @@ def _show(report: Report, jobs: list[Job], settings: Settings, world_size: int) 
 
 
 def _world_sizes(text: str) -> list[int]:
-    try:
-        world_sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        world_sizes = []
-    if not world_sizes or min(world_sizes) < 1:
-        raise ConfigError(f"-n {text}: expected numbers of ranks such as 2 or 2,4,8.")
-    return world_sizes
+    """Returns what ``2,4,8`` means, as a type of argparse."""
+    return [positive_int(part) for part in text.split(",")]
 
 
 def _draw(report: Report, path: Path | None) -> None:

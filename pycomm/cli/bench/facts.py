@@ -7,26 +7,10 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from ...topology import memory_bytes, processor
+from .._facts import chosen
+
 __all__ = ["StolenTime", "machine_facts"]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _cpu_model() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _chosen(setting: str) -> str:
-    """Returns the word in brackets of a sysfs choice such as ``always [madvise] never``."""
-    return setting.partition("[")[2].partition("]")[0]
 
 
 class StolenTime:
@@ -43,7 +27,11 @@ class StolenTime:
     @staticmethod
     def _read() -> tuple[int, int]:
         # proc(5): user nice system idle iowait irq softirq steal; guest time is part of user time
-        ticks = [int(field) for field in _read("/proc/stat").partition("\n")[0].split()[1:9]]
+        try:
+            first = Path("/proc/stat").read_text().partition("\n")[0]
+        except OSError:
+            return 0, 0
+        ticks = [int(field) for field in first.split()[1:9]]
         return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
 
 
@@ -52,12 +40,12 @@ def machine_facts() -> dict[str, Any]:
     import torch
 
     return {
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
         "kernel": platform.release(),
-        "transparent_huge_pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
-        "shmem_huge_pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        "transparent_huge_pages": chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "shmem_huge_pages": chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_average": [round(load, 2) for load in os.getloadavg()],

@@ -9,13 +9,14 @@ __all__ = ["sweep"]
 
 def sweep(min_bytes: int, max_bytes: int, step_factor: float) -> list[int]:
     """Returns ``min_bytes`` times powers of ``step_factor`` up to ``max_bytes``; raises ConfigError if none."""
-    if min_bytes < 1 or max_bytes < min_bytes or step_factor <= 1:
+    if min_bytes < 1 or max_bytes < min_bytes or step_factor < 1.01:
         raise ConfigError(
             f"--min-bytes {min_bytes} --max-bytes {max_bytes} --step-factor {step_factor}: expected "
-            "1 <= min <= max and a factor above 1."
+            "1 <= min <= max and a factor of 1.01 or more."
         )
-    sizes, nbytes = [], float(min_bytes)
+    sizes, nbytes = [min_bytes], min_bytes * step_factor
     while nbytes <= max_bytes:
-        sizes.append(int(nbytes))
+        if nbytes >= sizes[-1] + 1:
+            sizes.append(int(nbytes))
         nbytes *= step_factor
     return sizes

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+MOST_RANKS = 1 << 20  # it takes half a minute to predict those
 EPILOG = """\
 examples:
   pycomm plan ring 4                                      the grid of rounds
@@ -65,6 +66,8 @@ def _topology(options: argparse.Namespace) -> Topology:
         sizes = [0]
     if min(sizes) < 1:
         raise ConfigError(f"--hosts {options.hosts}: expected a number of hosts, or the ranks of each, as in 4,4,2.")
+    if max(ranks or 0, sum(sizes)) > MOST_RANKS:
+        raise ConfigError(f"{max(ranks or 0, sum(sizes))} ranks: expected {MOST_RANKS} at most")
     if "," not in options.hosts:
         hosts = sizes[0]
         if ranks is None or ranks < hosts:
