@@ -8,7 +8,7 @@ import re
 
 from .errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bandwidth", "parse_bytes", "parse_time", "whole_number"]
+__all__ = ["bytes_of", "format_bytes", "parse_bandwidth", "parse_bytes", "parse_time", "whole_number"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -23,12 +23,19 @@ def whole_number(value: object, name: str, least: int) -> int:
     ``least``, or needs more than 64 bits.
     """
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or not least <= number < 1 << 63:
         raise ConfigError(f"{name}: expected an integer from {least} to 2**63 - 1, got {value!r}")
     return number
+
+
+def bytes_of(value: int | float | str, name: str) -> int:
+    """Returns a size as a number: 25e6, or a text such as "25MiB". Raises ConfigError, which calls it ``name``."""
+    if isinstance(value, str):
+        value = parse_bytes(value)
+    return whole_number(int(value) if isinstance(value, float) and value.is_integer() else value, name, 1)
 
 
 def parse_bytes(text: str) -> int:

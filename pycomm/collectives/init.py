@@ -218,7 +218,9 @@ def split(color: int | None, key: int = 0, group: Any = None, *, name: str | Non
     device = parent.control_device
     with parent.scope("split"):
         called = _name_of(name)
-        mine = [-1 if color is None else whole_number(color, "color", 0), whole_number(key, "key", -(1 << 63))]
+        mine = [-1, whole_number(key, "key", -(1 << 63))]
+        if color is not None:  # True is a color: split(rank < 4)
+            mine[0] = whole_number(int(color) if isinstance(color, bool) else color, "color", 0)
     table = torch.empty(2 * parent.world_size, dtype=torch.int64, device=device)
     all_gather_single(table, torch.tensor(mine, dtype=torch.int64, device=device), parent)
     pairs = table.view(-1, 2).tolist()

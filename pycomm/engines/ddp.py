@@ -23,9 +23,10 @@ import pycomm
 
 from ..errors import ConfigError
 from ..reducer.graph import Edges, accumulates
-from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of, bytes_of
+from ..reducer.layout import FIRST_BUCKET_BYTES, bucket_bytes_of
 from ..reducer.reduce import Wire, refuse
 from ..reducer.reducer import BucketHook, Reducer
+from ..sizes import bytes_of
 from ._agreement import Roster, check_same_model, trained_parameters
 from ._buffers import broadcast_tensors, check_writable, make_equal
 from ._inside import mark_engine

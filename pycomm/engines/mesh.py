@@ -21,6 +21,7 @@ import torch
 import pycomm
 
 from ..errors import ConfigError
+from ..sizes import whole_number
 from ..topology import host_id
 
 __all__ = ["CHATTINESS", "Mesh", "layout_axes"]
@@ -120,10 +121,10 @@ def layout_axes(names: Sequence[str]) -> tuple[str, ...]:
 
 def _lengths(axes: dict[str, int], world_size: int) -> dict[str, int]:
     """Returns the axes with -1 replaced. Raises ConfigError if they do not make up the world."""
+    axes = {name: whole_number(length, f"Mesh: axis {name!r}", -1) for name, length in axes.items()}
     lengths = dict(axes)
-    for name, length in axes.items():
-        if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
-            raise ConfigError(f"Mesh: axis {name!r}: expected a length >= 1, or -1 for what is left, got {length!r}")
+    if 0 in axes.values():
+        raise ConfigError(f"Mesh: expected axes of lengths >= 1, or -1 for what is left, got {axes}")
     open_axes = [name for name, length in axes.items() if length == -1]
     known = prod(length for length in axes.values() if length != -1)
     if len(open_axes) == 1 and world_size % known == 0:

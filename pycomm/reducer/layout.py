@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from ..errors import ConfigError
-from ..sizes import parse_bytes, whole_number
+from ..sizes import bytes_of
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Slot", "assign_buckets", "bucket_bytes_of", "bytes_of"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Slot", "assign_buckets", "bucket_bytes_of"]
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # the first is small, so that the wire has something to do early in the backward pass
@@ -24,13 +23,6 @@ class Slot(NamedTuple):
 def bucket_bytes_of(value: int | str) -> int | None:
     """Returns ``bucket_bytes`` as a number, None for "auto". Raises ConfigError."""
     return None if value == "auto" else bytes_of(value, "bucket_bytes")
-
-
-def bytes_of(value: int | str, name: str) -> int:
-    """Returns a size, a number or a text such as "25MiB", as a number. Raises ConfigError, which calls it ``name``."""
-    if isinstance(value, bool):
-        raise ConfigError(f"{name}: expected a number of bytes, got {value!r}")
-    return whole_number(parse_bytes(value) if isinstance(value, str) else value, name, 1)
 
 
 def assign_buckets(

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...errors import CollectiveMismatchError, ConfigError, PycommError
 from ...reducer.reduce import Wire, checked_compression, refuse, start_sum
 from ...reducer.reducer import has_hooks
+from ...sizes import whole_number
 from .._agreement import Roster, check_same_model
 from .._buffers import broadcast_tensors, make_equal
 from .._inside import mark_engine
@@ -402,5 +403,4 @@ def _check_choices(shards_parameters: bool, offload: Any, buffers: Any, prefetch
         )
     if buffers not in ("broadcast", "average", None):
         raise ConfigError(f"buffers: expected 'broadcast', 'average' or None, got {buffers!r}")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise ConfigError(f"prefetch: expected a number of units >= 0, got {prefetch!r}")
+    whole_number(prefetch, "prefetch", 0)

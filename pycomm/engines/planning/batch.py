@@ -16,7 +16,7 @@ import torch
 import pycomm
 
 from ...errors import ConfigError
-from ...sizes import parse_bytes
+from ...sizes import bytes_of, whole_number
 from .peak import peak_bytes
 
 __all__ = ["BatchPlan", "largest_micro_batch", "plan_batch"]
@@ -37,8 +37,7 @@ def plan_batch(target_batch: int, ranks: int, largest: int) -> BatchPlan:
     Raises ConfigError.
     """
     for name, value in (("target_batch", target_batch), ("ranks", ranks), ("largest", largest)):
-        if value < 1:
-            raise ConfigError(f"plan_batch: {name}: expected 1 or more, got {value}")
+        whole_number(value, f"plan_batch: {name}", 1)
     of_rank = -(-target_batch // ranks)
     fewest = -(-of_rank // largest)
     for steps in range(fewest, 2 * fewest + 1):
@@ -63,9 +62,7 @@ def largest_micro_batch(
     by every rank, which all get the smallest rank's number; steps that communicate need it. A step that runs out of a
     GPU's memory does not fit. Raises ConfigError on every rank if one sample is too much for one of them.
     """
-    budget = parse_bytes(memory) if isinstance(memory, str) else memory
-    if budget < 1 or most < 1:
-        raise ConfigError(f"largest_micro_batch: expected memory and most of 1 or more, got {memory!r} and {most}")
+    budget, most = bytes_of(memory, "largest_micro_batch: memory"), whole_number(most, "largest_micro_batch: most", 1)
     fits, fails = 0, most + 1
     while fails - fits > 1:
         tried = min(2 * fits or 1, most) if fails > most else (fits + fails) // 2

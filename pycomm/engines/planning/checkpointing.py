@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ConfigError
-from ...sizes import parse_bytes
+from ...sizes import bytes_of
 from .._measuring import without_trace
 
 __all__ = ["BlockCost", "CheckpointPlan", "apply_checkpoints", "measure_blocks", "plan_checkpoints"]
@@ -54,7 +54,7 @@ def plan_checkpoints(costs: Sequence[BlockCost], memory: int | str) -> Checkpoin
 
     Raises ConfigError, with the least that would do, if not even all of them do.
     """
-    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    budget = bytes_of(memory, "plan_checkpoints: memory")
     for place, cost in enumerate(costs):
         if cost.forward_s < 0 or not 0 <= cost.input_bytes <= cost.kept_bytes:
             raise ConfigError(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ...algorithms.cost import Level, LinkModel
 from ...errors import ConfigError
-from ...sizes import parse_bandwidth, parse_bytes
+from ...sizes import bytes_of, parse_bandwidth, whole_number
 from .memory import OPTIMIZERS, PRECISIONS, STRATEGIES, Memory, activation_bytes, state_bytes
 from .model import ModelShape, shape_of
 from .step_time import Cluster, Layout, StepTime, Work, step_time
@@ -96,14 +96,13 @@ def plan_parallelism(
     All ranks that plan with the same numbers plan alike; nothing is measured. Raises ConfigError.
     """
     counts = {"hosts": hosts, "ranks_per_host": ranks_per_host, "micro_batch": micro_batch, "length": length}
+    if global_batch is not None:
+        counts["global_batch"] = global_batch
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"plan_parallelism: {name}: expected a whole number, 1 or more, got {value!r}")
-    memory_bytes = parse_bytes(memory) if isinstance(memory, str) else memory
-    if memory_bytes < 1 or not flops_per_s > 0:
-        raise ConfigError(
-            f"plan_parallelism: expected memory and flops_per_s above 0, got {memory!r} and {flops_per_s!r}"
-        )
+        whole_number(value, f"plan_parallelism: {name}", 1)
+    memory_bytes = bytes_of(memory, "plan_parallelism: memory")
+    if not isinstance(flops_per_s, (int, float)) or not flops_per_s > 0:
+        raise ConfigError(f"plan_parallelism: flops_per_s: expected a number above 0, got {flops_per_s!r}")
     for what, name, table in (("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS)):
         if name not in table:
             raise ConfigError(f"plan_parallelism: {what}: expected one of {', '.join(table)}, got {name!r}")
@@ -117,8 +116,6 @@ def plan_parallelism(
     )
     if global_batch is None:
         global_batch = micro_batch * cluster.ranks
-    if global_batch < 1:
-        raise ConfigError(f"plan_parallelism: global_batch: expected 1 or more samples, got {global_batch}")
     work = Work(global_batch, micro_batch, length, precision)
     options = []
     for layout in layouts(shape, cluster, global_batch // micro_batch):
@@ -135,8 +132,10 @@ def links_of(bandwidths: tuple[float | str, float | str] | LinkModel) -> LinkMod
     """Returns the links of (inside a host, of a host's link), each bytes a second or a text. Raises ConfigError."""
     if isinstance(bandwidths, LinkModel):
         return bandwidths
-    rates = [parse_bandwidth(each) if isinstance(each, str) else each for each in bandwidths]
-    if len(rates) != 2 or not min(rates) > 0:
+    rates: list[Any] = []
+    if isinstance(bandwidths, Sequence):
+        rates = [parse_bandwidth(each) if isinstance(each, str) else each for each in bandwidths]
+    if len(rates) != 2 or not all(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
         raise ConfigError(f"plan_parallelism: bandwidths: expected two, in bytes a second, got {bandwidths!r}")
     inside, outside = rates
     link = Level(latency_s=5e-6, bytes_per_s=outside, shared_bytes_per_s=outside)
