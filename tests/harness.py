@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -351,6 +352,10 @@ def _process_main(
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         with pycomm.init(transport, rank=rank, world_size=world_size, store=store, timeout=max(timeout_s, _INIT_S)):
             sender.send_bytes(_BEGUN)
+            # One may die at once, and another one may not be out of init by then, which would fail there.
+            if store.add("begun", 1) == world_size:
+                store.set("all have begun", "")
+            store.wait(["all have begun"], timedelta(seconds=_INIT_S))
             return fn(rank, *args)
 
     sender.send_bytes(outcome_of(join_and_run))
