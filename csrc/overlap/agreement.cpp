@@ -34,7 +34,10 @@ Agreed Agreement::compare(const Frame* frames, std::size_t ranks) {
   }
   const std::size_t at = agreed.submitted % kRemembered;
   const bool are_same = std::all_of(frames, frames + ranks, [&](const Frame& each) { return each.digests[at] == frames[0].digests[at]; });
-  if (most - agreed.submitted < kRemembered && are_same) compared_ = agreed.submitted;
+  if (most - agreed.submitted < kRemembered) {
+    if (are_same) compared_ = agreed.submitted;
+    else agreed.bytes_per_s = 0;
+  }
   agreed.compared = compared_;
   return agreed;
 }

@@ -21,7 +21,8 @@ struct Frame {
   std::uint64_t digests[kRemembered] = {};  // of this rank's items up to number i, at i % kRemembered
 };
 
-// The first `submitted` items are there on all ranks, the first `compared` the same on all of them.
+// The first `submitted` items are there on all ranks, the first `compared` the same on all of them. `bytes_per_s` is 0 where the
+// ranks' items are known to differ: they would grant different numbers of them, and some move what others do not.
 struct Agreed {
   std::uint64_t submitted = 0, compared = 0;
   double bytes_per_s = 0;

@@ -17,7 +17,7 @@ std::vector<Granted> Scheduler::grant(std::uint64_t agreed, double bytes_per_s) 
   double credit_bytes = bytes_per_s * kGrantS;
   std::vector<Granted> chosen;
   for (Item* item : ready) {
-    const auto bytes = static_cast<double>(item->segment_bytes);
+    const auto bytes = static_cast<double>(std::max<std::size_t>(1, item->segment_bytes));  // one at a time without a credit
     while (!item->is_done() && (chosen.empty() || bytes <= credit_bytes)) {
       chosen.push_back({item->number, item->granted++});
       credit_bytes -= bytes;

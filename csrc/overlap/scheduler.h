@@ -35,7 +35,7 @@ class Scheduler {
   // priority is more urgent.
   std::uint64_t add(int priority, std::size_t segments, std::size_t segment_bytes);
   // What to move next, at least one segment, of the first `agreed` items: the most urgent first, and the oldest of those.
-  // Whoever calls moves them all. The same on every rank for the same arguments.
+  // Whoever calls moves them all. The same on every rank for the same arguments. One segment where `bytes_per_s` is 0.
   std::vector<Granted> grant(std::uint64_t agreed, double bytes_per_s);
   void give_up() { items_.clear(); }
 

@@ -153,8 +153,8 @@ class CommStream:
     def submit(self, fn: Callable[[Group], Any], *, priority: int = 0, hold: Any = None, nbytes: int = 0) -> Work:
         """Calls ``fn(group)`` on the stream, where ``group`` is one of the stream's own; the Work has what it returns.
 
-        ``hold`` is kept alive until then. ``nbytes`` says about how much it moves, for the credit. ``fn`` may make
-        several collectives; nothing overtakes it once it has begun.
+        ``hold`` is kept alive until then. ``nbytes`` says about how much it moves, for the credit, and is equal on all
+        ranks. ``fn`` may make several collectives; nothing overtakes it once it has begun.
         """
         held = [
             each for each in (hold if isinstance(hold, (list, tuple)) else [hold]) if isinstance(each, torch.Tensor)
@@ -162,7 +162,7 @@ class CommStream:
         if any(tensor.is_cuda for tensor in held):
             return self._submit_cuda(lambda: fn(self._lanes[0].group), held)
         under = _Under(getattr(fn, "__name__", "submitted"), [lambda lane, _: fn(lane)], hold)
-        return self._submit(under, priority, nbytes)
+        return self._submit(under, priority, nbytes, ("submitted", nbytes))
 
     def _submit(
         self, under: _Under, priority: int, segment_bytes: int, what: object = None, segment_numel: int = 0

@@ -74,9 +74,17 @@ def error_of(mesh: pycomm.Mesh, expected: dict[str, torch.Tensor], kind: str, **
     return relative_error(got, {name: expected[name] for name in got})
 
 
+def overlapping(layer: nn.Module, dp: pycomm.Group) -> pycomm.FullyShardedDataParallel:
+    """One whose calls are on a stream, with units that are fetched ahead."""
+    has_units = any(isinstance(module, nn.Linear) for module in layer.modules())
+    wrap = nn.Linear if has_units else None
+    return pycomm.FullyShardedDataParallel(layer, dp, overlap=True, wrap=wrap, prefetch=2)
+
+
 KINDS = {
     "sharded": pycomm.FullyShardedDataParallel,
     "sharded gradients": partial(pycomm.FullyShardedDataParallel, strategy="shard_grad_op"),
+    "overlapping": overlapping,
     "in place": pycomm.fully_shard,  # the pipeline is given the layers, not the engines
     "averaged": pycomm.DistributedDataParallel,
 }
@@ -132,6 +140,10 @@ def error_job(rank: int) -> None:
         ("", "one_f_one_b", "forward", 0),
         ("", "zbv", "backward", 4),
         ("sharded", "zero_bubble", "backward", 7),
+        ("sharded gradients", "one_f_one_b", "forward", 1),
+        ("overlapping", "zero_bubble", "backward", 7),
+        ("overlapping", "one_f_one_b", "forward", 3),
+        ("overlapping", "zbv", "backward", 1),
         ("averaged", "one_f_one_b", "backward", 2),
         ("averaged", "zbv", "forward", 3),
     ):
@@ -153,7 +165,7 @@ def error_job(rank: int) -> None:
         loss = pipeline.step(*batch)
         plain = pycomm.Pipeline(layers(), loss_of_words, 4, pp, schedule=schedule, data_group=dp)
         assert torch.equal(loss, plain.step(*batch)), (kind, schedule)
-        shards = dp if kind == "sharded" else None
+        shards = None if kind in ("", "averaged") else dp
         norms = [
             pycomm.clip_grad_norm_(each.parameters(), 1.0, stages=pp, shards=sharded)
             for each, sharded in ((pipeline, shards), (plain, None))

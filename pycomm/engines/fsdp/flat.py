@@ -174,8 +174,9 @@ class FlatParameter:
             self._full.untyped_storage().resize_(self._full.nbytes)
             self._count("parameters", self._full.nbytes)
         source = self._source(version != self._seen_version, wire is not None)
+        work = None if wire is None else start_gather(wire, self._full.data, source, self._gather_name)
         self.is_full, self._seen_version = True, version
-        return None if wire is None else start_gather(wire, self._full.data, source, self._gather_name)
+        return work
 
     @property
     def _gather_name(self) -> str:

@@ -298,10 +298,10 @@ class Passes:
 
     def abandon(self) -> None:
         """Forgets a pass that was ended in the middle, on all ranks, wherever each of them was."""
+        for unit in self.units:
+            unit.abandon()
         self.reset()
         self._hash = 0
-        for unit in self.units:
-            unit.free()
 
     def reset(self) -> None:
         """Puts an end to a backward pass that raised in the middle; its gradients are dropped."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import nn
 
+from ...errors import PycommError
 from ...reducer.reduce import Waitable
 from .flat import FlatParameter
 
@@ -38,8 +40,13 @@ class Unit:
     def wait_gathered(self) -> None:
         """Waits for the parameters that are on their way."""
         gathers, self.gathers = self.gathers, []
-        for work in gathers:
-            work.wait()
+        try:
+            for work in gathers:
+                work.wait()
+        except BaseException:  # they have not come
+            for flat in self.flats:
+                flat.expire()
+            raise
 
     def finish_reduce(self) -> None:
         """Waits for the reductions that were started and finishes them."""
@@ -48,6 +55,16 @@ class Unit:
             work.wait()
         for flat in self.trained:
             flat.finish_reduce()
+
+    def abandon(self) -> None:
+        """Waits for what is on its way, whether it comes or not, and frees the full parameters."""
+        for work in (*self.gathers, *self.reductions):
+            with suppress(PycommError):
+                work.wait()
+        self.gathers, self.reductions = [], []
+        for flat in self.flats:
+            flat.expire()
+        self.free()
 
     def free(self) -> None:
         """Frees the full parameters. What is on its way to them is waited for."""

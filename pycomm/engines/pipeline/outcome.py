@@ -8,13 +8,16 @@ a clean group.
 
 Where layers are engines, ranks beside this one may be in a call that it will not make. So it makes one at once that
 does not fit theirs, which then raises there; it does not wait for it, as others wait for its messages. A rank whose
-call did not fit makes the same one, as does each that has come to its end: at last, repeated there, it fits.
+call did not fit makes the same one, as does each that has come to its end: at last, repeated there, it fits. Engines
+that overlap make calls on streams too, where the same holds: but there only once a rank has raised, which all know by
+then, as in a good step it would only cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ __all__ = ["Outcome"]
 
 _FINE, _CUT_OFF, _RAISED = range(3)  # cut off: another rank raised
 _Call = tuple[pycomm.Work | None, torch.Tensor]  # and what it tells, once it is complete
+_Place = pycomm.Group | pycomm.CommStream  # where calls are made, each in their order
 
 
 class Outcome:
@@ -36,35 +40,34 @@ class Outcome:
     def __init__(self, group: pycomm.Group, beside: pycomm.Group | None, wires: Sequence[Wire]) -> None:
         """``group`` is the pipeline's, ``beside`` that of the other batches, ``wires`` those of engines in it."""
         self._group, self._beside = group, beside
-        self._groups = list({wire.group.name: wire.group for wire in wires}.values())
-        self._is_heard = all(wire.stream is None for wire in wires)  # on a stream their calls would not meet this one
-        self._calls: list[_Call | None] = [None] * len(self._groups)  # under way, in which engines' ranks are told
+        self._groups: list[_Place] = list({wire.group.name: wire.group for wire in wires}.values())
+        self._streams: list[_Place] = [wire.stream for wire in wires if wire.stream is not None]
+        self._calls: dict[_Place, _Call] = {}  # under way, in which engines' ranks are told
         self._worst = _FINE  # that this rank has heard of
         self.has_failed = False
         self.error: Exception | None = None
 
     def fail(self, error: Exception | None = None) -> None:
-        """Called where this rank cannot go on. Raises ``error`` if the others cannot be told."""
-        if not self._is_heard and error is not None:
-            raise error
+        """Called where this rank cannot go on."""
         if not self.has_failed:
             self.has_failed, self.error = True, error
             self._worst = _CUT_OFF if error is None or isinstance(error, CollectiveMismatchError) else _RAISED
-            if self._is_heard:
-                self._calls = list(map(self._start, self._groups))
+            self._calls = {place: self._start(place) for place in (*self._groups, *self._streams)}
 
     def agree(self) -> None:
         """Called at the end of the row: returns if no rank has failed, else raises.
 
         A rank's own error, or PycommError with those of the others.
         """
-        for group, call in zip(self._groups, self._calls) if self._is_heard else ():
-            self._tell(group, call)
+        for group in self._groups:
+            self._tell(group)
         if self._beside is not None:
             self._tell(self._beside)
         self._tell(self._group)
         if self._worst == _FINE:
             return
+        for stream in self._streams:
+            self._tell(stream)
         cause = self.error
         if self._worst == _RAISED and isinstance(self.error, CollectiveMismatchError):
             self.error = None  # a rank with another batch said so that it had raised
@@ -80,17 +83,17 @@ class Outcome:
             f"batch: zero them; the next step can be made"
         ) from cause
 
-    def _tell(self, group: pycomm.Group, call: _Call | None = None) -> None:
-        """Tells the ranks of ``group``, as often as their calls are others; ``call`` is under way."""
+    def _tell(self, place: _Place) -> None:
+        """Tells the ranks there, as often as their calls are others."""
         while True:
             with suppress(CollectiveMismatchError):  # that was a call of an engine on another rank, which raises there
-                work, told = call or self._start(group, is_async=False)
-                call = None
+                work, told = self._calls.pop(place, None) or self._start(place, is_async=False)
                 if work is not None:
                     work.wait()
-                self._worst = int(told.item())
+                self._worst = max(self._worst, int(told.item()))
                 return
 
-    def _start(self, group: pycomm.Group, is_async: bool = True) -> _Call:
-        told = torch.tensor([self._worst], dtype=torch.int64, device=group.control_device)
-        return pycomm.all_reduce(told, pycomm.ReduceOp.MAX, group, async_op=is_async), told
+    def _start(self, place: _Place, is_async: bool = True) -> _Call:
+        told = torch.tensor([self._worst], dtype=torch.int64, device=self._group.control_device)
+        tell = partial(pycomm.all_reduce, told, pycomm.ReduceOp.MAX)
+        return place.submit(tell, hold=told) if isinstance(place, pycomm.CommStream) else tell(place, is_async), told
