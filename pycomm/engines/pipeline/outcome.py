@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,7 +31,7 @@ __all__ = ["Outcome"]
 
 _FINE, _CUT_OFF, _RAISED = range(3)  # cut off: another rank raised
 _Call = tuple[pycomm.Work | None, torch.Tensor]  # and what it tells, once it is complete
-_Place = pycomm.Group | pycomm.CommStream  # where calls are made, each in their order
+_Place: TypeAlias = "pycomm.Group | pycomm.CommStream"  # where calls are made, each in their order
 
 
 class Outcome:
@@ -87,7 +87,8 @@ class Outcome:
         """Tells the ranks there, as often as their calls are others."""
         while True:
             with suppress(CollectiveMismatchError):  # that was a call of an engine on another rank, which raises there
-                work, told = self._calls.pop(place, None) or self._start(place, is_async=False)
+                under_way = self._calls.pop(place) if place in self._calls else None
+                work, told = under_way or self._start(place, is_async=False)
                 if work is not None:
                     work.wait()
                 self._worst = max(self._worst, int(told.item()))
