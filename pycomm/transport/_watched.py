@@ -145,11 +145,14 @@ class WatchedTransport(Transport):
         """Looks around once while ``ranks`` make a group of theirs; raises what ends that, as this group has it."""
         if self.crossings.is_second(self, ranks):
             self.check_whole("new_group")
+        self._check_lost_among(ranks)
+        if look is not None:
+            look()
+
+    def _check_lost_among(self, ranks: Sequence[int]) -> None:
         failure = self.watch.loss_among(ranks) if self.is_broken else None
         if failure is not None:
             raise self.failed("new_group", failure)
-        if look is not None:
-            look()
 
     def look_at_members(
         self, ranks: Sequence[int], theirs: Watch, with_all: bool, look: Look | None
@@ -170,6 +173,8 @@ class WatchedTransport(Transport):
             failure = theirs.declare(failure)
             if failure.kind == "lost":
                 self.watch.tell_ended(ranks[failure.rank])
+            else:  # that one may have left since it saw a loss, which says more
+                self._check_lost_among(ranks)
             if own is not None and failure.kind == "interrupted":  # in a call of this group, which is not whole either
                 own.announce(failure.kind, ranks[failure.rank], self.calls)
             raise self.failed_member(ranks, failure)

@@ -88,7 +88,10 @@ def test_a_group_that_is_made_with_all_ranks_is_not_once_one_is_lost(transport: 
     run_ranks(4, makes_a_group_with_one_who_has_been_told, transport=transport, casualties=[3])
 
 
-def makes_a_group_with_one_that_dies(rank: int) -> None:
+def makes_a_group_with_one_that_dies(rank: int, hears_of_it: bool = False) -> None:
+    """``hears_of_it``: rank 0 looks around only after rank 2 has, which has left by then."""
+    if hears_of_it and rank == 0:
+        pycomm.get_group().transport.look_at_makers = lambda *_: None  # type: ignore[attr-defined]
     if rank in (1, 3):
         if rank == 3:
             time.sleep(0.5)  # once the others wait for it; if not yet, they see it as well
@@ -104,6 +107,10 @@ def makes_a_group_with_one_that_dies(rank: int) -> None:
 @pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
 def test_a_rank_that_dies_as_a_group_is_made_is_named_by_its_rank_in_the_old_one(transport: str) -> None:
     run_ranks(4, makes_a_group_with_one_that_dies, transport=transport, casualties=[1, 3])
+
+
+def test_who_hears_that_another_one_has_left_names_the_rank_that_died() -> None:
+    run_ranks(4, makes_a_group_with_one_that_dies, True, transport="torch", casualties=[1, 3])
 
 
 def makes_a_group_of_the_living_before_it_is_told(rank: int, others: tuple[int, ...]) -> None:
