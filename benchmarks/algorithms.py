@@ -24,12 +24,12 @@ import pycomm
 from pycomm.algorithms import tuned
 from pycomm.algorithms.cost import LinkModel
 from pycomm.cli.bench.session import own_mpirun
-from pycomm.cli.bench.sizes import sweep
+from pycomm.cli.bench.sizes import sweep_of
 from pycomm.cli.tune.fit import Measured, error_of, fit, probe
 from pycomm.cli.tune.measure import time_in_turns
 from pycomm.collectives.context import resolve
 from pycomm.launch.run import run_job
-from pycomm.sizes import format_bytes, parse_bytes
+from pycomm.sizes import format_bytes
 from pycomm.topology import detect_launch
 
 Call = Callable[[], None]
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         show(f"all_reduce of float32, {group.world_size} ranks over {group.transport.name}, median us a call")
         errors: dict[int, list[float]] = {}
         measured: list[Measured] = []
-        for nbytes in sweep(parse_bytes(options.min_bytes), parse_bytes(options.max_bytes), options.step_factor):
+        for nbytes in sweep_of(options):
             tensor = torch.zeros(nbytes // 4)
             calls: dict[str, Call] = {"auto": partial(pycomm.all_reduce, tensor)}
             if group.transport.supports("all_reduce", torch.float32, pycomm.ReduceOp.SUM):

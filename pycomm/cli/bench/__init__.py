@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .._arguments import PICTURES, check_output, check_transport, message_bytes, positive, positive_int
+from .._arguments import PICTURES, check_output, check_transport, positive, positive_int
 
 if TYPE_CHECKING:
     from .job import Job
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
     from ...types import dtype_of_name
     from .peers import peer_names
     from .session import Settings
-    from .sizes import sweep
+    from .sizes import sweep_of
     from .worker.cases import VERBS
 
     parser = _parser()
@@ -98,11 +98,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
         if options.place not in verb.places:
             place = "in place" if verb.places == ("in",) else "out of place"
             raise ConfigError(f"--place {options.place}: {options.verb} is only done {place}.")
-    smallest = message_bytes("--min-bytes", options.min_bytes)
-    largest = message_bytes("--max-bytes", options.max_bytes)
     settings = Settings(
         verb=options.verb,
-        sizes=tuple(sweep(smallest, largest, options.step_factor)),
+        sizes=tuple(sweep_of(options)),
         dtype=dtype.name,
         itemsize=dtype.itemsize,
         op=options.op.upper() if verb.reduces else "SUM",
@@ -174,7 +172,8 @@ def _measure_inside(options: argparse.Namespace, settings: Settings) -> int:
         pin_to_core()
     job = InsideJob(Runner(start_library("pycomm", settings.transport, "")))
     if options.world_sizes not in (None, [job.world_size]):
-        raise ConfigError(f"-n: the launcher has started {job.world_size} ranks; leave -n out.")
+        asked = ",".join(map(str, options.world_sizes))
+        raise ConfigError(f"-n {asked}: the launcher has started {job.world_size} ranks; leave -n out.")
     with closing(Report(options.json, is_silent=job.rank != 0)) as report:
         report.facts(facts)
         _show(report, [job], settings, job.world_size)

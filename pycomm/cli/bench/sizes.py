@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from ...errors import ConfigError
+import argparse
 
-__all__ = ["sweep"]
+from ...errors import ConfigError
+from .._arguments import message_bytes
+
+__all__ = ["sweep", "sweep_of"]
+
+
+def sweep_of(options: argparse.Namespace) -> list[int]:
+    """Returns the sizes that --min-bytes, --max-bytes and --step-factor ask for; raises ConfigError."""
+    smallest = message_bytes("--min-bytes", options.min_bytes)
+    return sweep(smallest, message_bytes("--max-bytes", options.max_bytes), options.step_factor)
 
 
 def sweep(min_bytes: int, max_bytes: int, step_factor: float) -> list[int]:

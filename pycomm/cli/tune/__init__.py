@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from ...errors import ConfigError
-from .._arguments import check_output, check_transport, message_bytes, positive, positive_int
+from .._arguments import check_output, check_transport, positive, positive_int
 
 __all__ = ["main"]
 
@@ -65,15 +65,13 @@ def main(argv: Sequence[str]) -> int:
         _show()
         return 0
     from ...topology import detect_launch
-    from ..bench.sizes import sweep
+    from ..bench.sizes import sweep_of
 
     verbs = [verb.strip() for verb in options.verbs.split(",")]
     unknown = [verb for verb in verbs if verb not in _VERBS.split(",")]
     if unknown:
         raise ConfigError(f"--verbs {options.verbs}: {unknown[0]!r} cannot be tuned; expected some of {_VERBS}")
-    smallest = message_bytes("--min-bytes", options.min_bytes)
-    largest = message_bytes("--max-bytes", options.max_bytes)
-    sizes = sweep(smallest, largest, options.step_factor)
+    sizes = sweep_of(options)
     check_transport(options.transport)
     launch = detect_launch()
     if launch.launcher != "none" and options.ranks not in (None, launch.world_size):

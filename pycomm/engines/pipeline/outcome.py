@@ -87,7 +87,7 @@ class Outcome:
         """Tells the ranks there, as often as their calls are others."""
         while True:
             with suppress(CollectiveMismatchError):  # that was a call of an engine on another rank, which raises there
-                under_way = self._calls.pop(place) if place in self._calls else None
+                under_way = self._calls.pop(place, None)
                 work, told = under_way or self._start(place, is_async=False)
                 if work is not None:
                     work.wait()

@@ -11,7 +11,7 @@ which message a step would wait for. Measure the two or three that lead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...algorithms.cost import Level, LinkModel
@@ -96,13 +96,8 @@ def plan_parallelism(
     All ranks that plan with the same numbers plan alike; nothing is measured. Raises ConfigError.
     """
     counts = {"hosts": hosts, "ranks_per_host": ranks_per_host, "micro_batch": micro_batch, "length": length}
-    if global_batch is not None:
-        counts["global_batch"] = global_batch
-    for name, value in counts.items():
-        whole_number(value, f"plan_parallelism: {name}", 1)
+    _check(counts if global_batch is None else {**counts, "global_batch": global_batch}, flops_per_s)
     memory_bytes = bytes_of(memory, "plan_parallelism: memory")
-    if not isinstance(flops_per_s, (int, float)) or not flops_per_s > 0:
-        raise ConfigError(f"plan_parallelism: flops_per_s: expected a number above 0, got {flops_per_s!r}")
     for what, name, table in (("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS)):
         if name not in table:
             raise ConfigError(f"plan_parallelism: {what}: expected one of {', '.join(table)}, got {name!r}")
@@ -126,6 +121,13 @@ def plan_parallelism(
                 break
         options.append(Option(each, held, step_time(shape, each, work, cluster), fits))
     return ParallelismPlan(shape, cluster, work, memory_bytes, _ranked(options, memory_bytes))
+
+
+def _check(counts: Mapping[str, Any], flops_per_s: Any) -> None:
+    for name, value in counts.items():
+        whole_number(value, f"plan_parallelism: {name}", 1)
+    if not isinstance(flops_per_s, (int, float)) or not flops_per_s > 0:
+        raise ConfigError(f"plan_parallelism: flops_per_s: expected a number above 0, got {flops_per_s!r}")
 
 
 def links_of(bandwidths: tuple[float | str, float | str] | LinkModel) -> LinkModel:
