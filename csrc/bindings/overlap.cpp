@@ -54,8 +54,13 @@ py::bytes bytes_of(const Frame& frame) { return {reinterpret_cast<const char*>(&
 // thread keeps the lock until it rests: each time that it asked anew, it would wait for a computation.
 class FromPython : public Progress::Outside {
  public:
-  FromPython(std::shared_ptr<shm::Group> group, py::object exchange, py::object move, py::object give_up, py::object end_grant)
-      : group_(std::move(group)), exchange_(std::move(exchange)), move_(std::move(move)), give_up_(std::move(give_up)), end_grant_(std::move(end_grant)) {}
+  FromPython(std::shared_ptr<shm::Group> group, py::object exchange, py::object refuse, py::object move, py::object collect, py::object end_grant)
+      : group_(std::move(group)),
+        exchange_(std::move(exchange)),
+        refuse_(std::move(refuse)),
+        move_(std::move(move)),
+        collect_(std::move(collect)),
+        end_grant_(std::move(end_grant)) {}
 
   void exchange(Frame* frames, const Frame& mine) override {
     if (group_ != nullptr) {
@@ -67,14 +72,18 @@ class FromPython : public Progress::Outside {
     const py::buffer_info all = py::buffer(call(exchange_, bytes_of(mine))).request();
     std::memcpy(frames, all.ptr, static_cast<std::size_t>(all.size * all.itemsize));
   }
-  void move(const Granted& granted, bool is_compared) override {
+  void refuse(std::uint64_t number) override {
     const WithGil gil;
-    call(move_, granted.number, granted.segment, is_compared);
+    call(refuse_, number);
   }
-  void give_up() override {
-    if (give_up_.is_none()) return;
+  void move(const Granted& granted) override {
     const WithGil gil;
-    call(give_up_);
+    call(move_, granted.number, granted.segment);
+  }
+  void ended_unmoved() override {
+    if (collect_.is_none()) return;
+    const WithGil gil;
+    call(collect_);
   }
   void end_grant() override {
     if (end_grant_.is_none()) return;
@@ -85,13 +94,13 @@ class FromPython : public Progress::Outside {
 
  private:
   std::shared_ptr<shm::Group> group_;
-  py::object exchange_, move_, give_up_, end_grant_;
+  py::object exchange_, refuse_, move_, collect_, end_grant_;
   std::optional<WithGil> turn_;
 };
 
-void run(Progress& progress, std::shared_ptr<shm::Group> group, const py::object& exchange, const py::object& move, const py::object& give_up,
-         const py::object& end_grant) {
-  FromPython outside(std::move(group), exchange, move, give_up, end_grant);
+void run(Progress& progress, std::shared_ptr<shm::Group> group, const py::object& exchange, const py::object& refuse, const py::object& move,
+         const py::object& collect, const py::object& end_grant) {
+  FromPython outside(std::move(group), exchange, refuse, move, collect, end_grant);
   const WithoutGil released;
   const WithoutSignals no_signals;
   try {
@@ -176,11 +185,11 @@ void bind_overlap(py::module_& m) {
       .def(py::init<>())
       .def("add", &Agreement::add, py::arg("digest"))
       .def("frame", [](Agreement& a, double bytes_per_s) { return bytes_of(a.frame(bytes_per_s)); })
-      .def("compare", [](Agreement& a, const std::vector<std::string>& frames) {
+      .def("agree", [](Agreement& a, const std::vector<std::string>& frames) {
              std::vector<Frame> all(frames.size());
              for (std::size_t r = 0; r < all.size(); ++r) std::memcpy(&all[r], frames[r].data(), std::min(sizeof(Frame), frames[r].size()));
-             const Agreed agreed = a.compare(all.data(), all.size());
-             return py::make_tuple(agreed.submitted, agreed.compared, agreed.bytes_per_s);
+             const Agreed agreed = a.agree(all.data(), all.size());
+             return py::make_tuple(agreed.submitted, agreed.bytes_per_s, agreed.refused);
            });
   m.attr("STREAM_FRAME_BYTES") = sizeof(Frame);
   m.attr("STREAM_GRANT_S") = overlap::kGrantS;

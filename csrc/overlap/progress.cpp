@@ -79,13 +79,18 @@ void Progress::move_some(Outside& outside) {
     outside.exchange(frames.data(), mine);
   } catch (...) {  // the group is broken: nothing that was submitted can be moved
     give_up(std::current_exception());
-    return outside.give_up();
+    return outside.ended_unmoved();
   }
   Agreed agreed;
   std::vector<std::pair<Granted, bool>> chosen;  // and whether the core moves it
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    agreed = agreement_.compare(frames.data(), frames.size());
+    agreed = agreement_.agree(frames.data(), frames.size());
+  }
+  for (const std::uint64_t number : agreed.refused) refuse(number, outside);
+  if (!agreed.refused.empty()) outside.ended_unmoved();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
     for (const Granted& granted : scheduler_.grant(agreed.submitted, agreed.bytes_per_s)) {
       Item& item = items_.at(granted.number);
       ++item.granted;
@@ -96,10 +101,25 @@ void Progress::move_some(Outside& outside) {
     if (is_native) {
       move(granted);
     } else {
-      outside.move(granted, granted.number <= agreed.compared);
+      outside.move(granted);
     }
   }
   outside.end_grant();
+}
+
+void Progress::refuse(std::uint64_t number, Outside& outside) {
+  std::exception_ptr error;
+  try {
+    outside.refuse(number);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  scheduler_.drop(number);
+  Item& item = items_.at(number);
+  item.error = std::move(error);
+  item.is_given_up = true;
+  end_if_done(number, item);
 }
 
 void Progress::move(const Granted& granted) {

@@ -50,11 +50,12 @@ class Progress {
   class Outside {
    public:
     virtual ~Outside() = default;
-    virtual void exchange(Frame* frames, const Frame& mine) = 0;      // every rank's frame, in rank order; throws
-    virtual void move(const Granted& granted, bool is_compared) = 0;  // begins to; `ended` is called when that is done
-    virtual void give_up() = 0;                                       // items have ended without being moved
-    virtual void end_grant() = 0;                                     // returns when the next agreement is due
-    virtual void rest() = 0;                                          // there is nothing to do for now
+    virtual void exchange(Frame* frames, const Frame& mine) = 0;  // every rank's frame, in rank order; throws
+    virtual void refuse(std::uint64_t number) = 0;  // an item that differs between ranks: throws what goes to whoever waits for it
+    virtual void move(const Granted& granted) = 0;  // begins to; `ended` is called when that is done
+    virtual void ended_unmoved() = 0;               // items have ended without being moved
+    virtual void end_grant() = 0;                   // returns when the next agreement is due
+    virtual void rest() = 0;                        // there is nothing to do for now
   };
 
   // `segment_bytes` is what a large item is cut into: transfers of at least half of that measure the bandwidth.
@@ -84,6 +85,7 @@ class Progress {
 
   bool await_work(Outside& outside);
   void move_some(Outside& outside);
+  void refuse(std::uint64_t number, Outside& outside);
   void move(const Granted& granted);
   void give_up(std::exception_ptr error);
   void end_if_done(std::uint64_t number, const Item& item);  // under the lock; `item` is gone if it was

@@ -17,7 +17,7 @@ std::vector<Granted> Scheduler::grant(std::uint64_t agreed, double bytes_per_s) 
   double credit_bytes = bytes_per_s * kGrantS;
   std::vector<Granted> chosen;
   for (Item* item : ready) {
-    const auto bytes = static_cast<double>(std::max<std::size_t>(1, item->segment_bytes));  // one at a time without a credit
+    const auto bytes = static_cast<double>(item->segment_bytes);
     while (!item->is_done() && (chosen.empty() || bytes <= credit_bytes)) {
       chosen.push_back({item->number, item->granted++});
       credit_bytes -= bytes;
@@ -26,6 +26,10 @@ std::vector<Granted> Scheduler::grant(std::uint64_t agreed, double bytes_per_s) 
   }
   items_.erase(std::remove_if(items_.begin(), items_.end(), [](const Item& item) { return item.is_done(); }), items_.end());
   return chosen;
+}
+
+void Scheduler::drop(std::uint64_t number) {
+  items_.erase(std::remove_if(items_.begin(), items_.end(), [&](const Item& item) { return item.number == number; }), items_.end());
 }
 
 }  // namespace pycomm::overlap

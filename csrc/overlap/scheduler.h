@@ -35,8 +35,10 @@ class Scheduler {
   // priority is more urgent.
   std::uint64_t add(int priority, std::size_t segments, std::size_t segment_bytes);
   // What to move next, at least one segment, of the first `agreed` items: the most urgent first, and the oldest of those.
-  // Whoever calls moves them all. The same on every rank for the same arguments. One segment where `bytes_per_s` is 0.
+  // Whoever calls moves them all. The same on every rank for the same arguments.
   std::vector<Granted> grant(std::uint64_t agreed, double bytes_per_s);
+  // Forgets an item of which nothing was granted.
+  void drop(std::uint64_t number);
   void give_up() { items_.clear(); }
 
   std::uint64_t submitted() const { return submitted_; }

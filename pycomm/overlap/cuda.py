@@ -1,4 +1,4 @@
-"""The lane of a CommStream for CUDA tensors: a CUDA stream and events. Not yet run on a GPU.
+"""The lane of a CommStream for CUDA tensors: a CUDA stream and events.
 
 Collectives on CUDA tensors are enqueued, not waited for, so they need no thread of ours: ``submit`` orders the side
 stream behind the caller's current one, calls, and records an event. ``wait`` orders the current stream behind that

@@ -32,6 +32,7 @@ from ..collectives.work import Work
 from ..errors import TransportError
 from ..ops import native
 from ..sizes import whole_number
+from ..transport import _wording as wording
 from ..types import ReduceOp
 from .cuda import CudaLane
 from .lane import Lane
@@ -43,7 +44,8 @@ __all__ = ["CommStream", "StreamWork"]
 SEGMENT_BYTES = 2 << 20
 _CLOSE_TIMEOUT_S = 10.0
 _BREAK_OFF_TIMEOUT_S = 5.0  # a waiting call sees within milliseconds that it is to end
-_Segment = Callable[[Group, bool], Any]  # of a lane, and whether the ranks have compared what it calls
+_TERMS_BYTES = 256  # of an item's terms, where the ranks tell them
+_Segment = Callable[[Group], Any]  # of a lane
 _ON_ONE_HOST = ("shm", "local")  # where moving is the cores' own work: a second lane would only take from the first
 
 _log = logging.getLogger("pycomm")
@@ -68,7 +70,8 @@ class CommStream:
     """One named stream of collectives, for one purpose ("gradients", "parameters"). Also a context manager.
 
     Made by every rank of ``group``, in the same order as other streams and groups; every rank submits the same items in
-    the same order. A tensor that was submitted is neither read nor written by others until its Work is complete.
+    the same order; one that differs raises CollectiveMismatchError on all of them, and nothing of it moves. A tensor
+    that was submitted is neither read nor written by others until its Work is complete.
     """
 
     def __init__(self, name: str = "comm", group: Any = None, *, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -115,32 +118,37 @@ class CommStream:
             check_op(dense.dtype, reduce_op)
             # A copy is empty so far: items before this one may still write to the tensor.
             flat = flatten(dense, reads=False, writes=True, devices=self.group.transport.devices)
+        dtype = str(dense.dtype).removeprefix("torch.")
+        terms = f"all_reduce({reduce_op.name}, {dtype}, {tensor.numel()} elements)"
         if parsed.compression is not None:
-            whole_call: list[_Segment] = [lambda lane, _: all_reduce(tensor, op, lane, **options)]
-            under = _Under("all_reduce", whole_call, tensor, tensor, has_state=True)
+            whole_call: list[_Segment] = [lambda lane: all_reduce(tensor, op, lane, **options)]
+            under = _Under("all_reduce", f"{terms}, compressed", whole_call, tensor, tensor, has_state=True)
             return self._submit(under, priority, tensor.nbytes)
 
         def whole(part: torch.Tensor) -> Collective:
             return Collective(verb="all_reduce", input=part, output=part, op=reduce_op, factor=factor)
 
-        def run(part: torch.Tensor, lane: Group, is_agreed: bool) -> None:
-            lane.run(Call("all_reduce", [whole(part)], (), *parsed, is_agreed=is_agreed), False)
+        def run(part: torch.Tensor, lane: Group) -> None:
+            lane.run(Call("all_reduce", [whole(part)], (), *parsed, is_agreed=True), False)
 
         # Nothing that the ranks have to share may follow from how the tensor lies in this one's memory.
         parts: Sequence[torch.Tensor] = [flat.tensor]
         if tensor.nbytes > self._segment_bytes:
             parts = flat.tensor.split(max(1, self._segment_bytes // tensor.itemsize))  # type: ignore[no-untyped-call]
-        what = ("all_reduce", reduce_op, tensor.dtype, tensor.numel(), parts[0].numel(), parsed)
+        if len(parts) > 1:
+            terms += f" in segments of {parts[0].numel()}"
+        if parsed.algorithm is not None:
+            terms += f", algorithm {parsed.algorithm}"
         segments: list[_Segment] = [partial(run, part) for part in parts]
         if flat.finish is not None:
             copied = _Copied(dense, flat.tensor, flat.finish, len(segments))
             segments = [partial(copied.move, segment) for segment in segments]
-        under = _Under("all_reduce", segments, flat.tensor, tensor)
+        under = _Under("all_reduce", terms, segments, flat.tensor, tensor)
         if flat.finish is None and self._is_native(whole(parts[0]), whole(parts[-1]), algorithm=parsed.algorithm):
             lane = self._lanes[0].group
             timeout_s = lane.timeout_s if parsed.timeout_s is None else parsed.timeout_s
             under.native = lane.transport.native_all_reduce(flat.tensor, reduce_op, factor, timeout_s)
-        return self._submit(under, priority, parts[0].nbytes, what, max(1, parts[0].numel()))
+        return self._submit(under, priority, parts[0].nbytes, max(1, parts[0].numel()))
 
     def _is_native(self, *segments: Collective, algorithm: str | None) -> bool:
         """Whether the stream's thread moves these without Python: no plan's rounds, and nobody to be told of them."""
@@ -153,22 +161,21 @@ class CommStream:
     def submit(self, fn: Callable[[Group], Any], *, priority: int = 0, hold: Any = None, nbytes: int = 0) -> Work:
         """Calls ``fn(group)`` on the stream, where ``group`` is one of the stream's own; the Work has what it returns.
 
-        ``hold`` is kept alive until then. ``nbytes`` says about how much it moves, for the credit, and is equal on all
-        ranks. ``fn`` may make several collectives; nothing overtakes it once it has begun.
+        ``hold`` is kept alive until then. ``nbytes`` says about how much it moves, for the credit; it is equal on all
+        ranks, as ``priority`` is. ``fn`` may make several collectives; nothing overtakes it once it has begun.
         """
         held = [
             each for each in (hold if isinstance(hold, (list, tuple)) else [hold]) if isinstance(each, torch.Tensor)
         ]
         if any(tensor.is_cuda for tensor in held):
             return self._submit_cuda(lambda: fn(self._lanes[0].group), held)
-        under = _Under(getattr(fn, "__name__", "submitted"), [lambda lane, _: fn(lane)], hold)
-        return self._submit(under, priority, nbytes, ("submitted", nbytes))
+        terms = f"submit(a function, nbytes={nbytes})"
+        under = _Under(getattr(fn, "__name__", "submitted"), terms, [lambda lane: fn(lane)], hold)
+        return self._submit(under, priority, nbytes)
 
-    def _submit(
-        self, under: _Under, priority: int, segment_bytes: int, what: object = None, segment_numel: int = 0
-    ) -> Work:
-        """``what`` is what has to be the same on all ranks, beside the priority."""
-        digest = int.from_bytes(blake2b(f"{priority} {what}".encode(), digest_size=8).digest(), "little")
+    def _submit(self, under: _Under, priority: int, segment_bytes: int, segment_numel: int = 0) -> Work:
+        under.terms += f", priority {priority:d}"
+        digest = int.from_bytes(blake2b(under.terms.encode(), digest_size=8).digest(), "little")
         self.group.transport.check_not_forked(under.what)  # first: one of the parent's threads may have had the lock
         with self._changed:
             if self._is_closed:
@@ -251,12 +258,12 @@ class CommStream:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Runs the native loop, which calls what follows. None of that raises but ``_exchange``."""
+        """Runs the native loop, which calls what follows. Of that ``_exchange`` and ``_refuse`` may raise."""
         shorten_slice()
         group = self.group.transport.native_group
-        give_up = self._collect if group is None else None
+        collect = self._collect if group is None else None
         end_grant = self._end_grant if len(self._lanes) > 1 else None
-        self._progress.run(group, self._exchange, self._move, give_up, end_grant)
+        self._progress.run(group, self._exchange, self._refuse, self._move, collect, end_grant)
         for lane in self._lanes:
             lane.stop()
 
@@ -271,23 +278,34 @@ class CommStream:
         all_gather_single(frames, frame.to(device), self.group)
         return frames.cpu()
 
-    def _move(self, number: int, segment: int, is_agreed: bool) -> None:
-        """Begins to move a segment on the lane whose turn it is."""
+    def _refuse(self, number: int) -> None:
+        """Raises what becomes of an item that is not the same on all ranks, each of which comes here with it."""
+        terms = self._noted(number).terms.encode()[:_TERMS_BYTES].ljust(_TERMS_BYTES, b"\0")
+        told = self._gather(torch.frombuffer(bytearray(terms), dtype=torch.uint8), "all_gather_single")
+        rows = [bytes(each.numpy()).rstrip(b"\0").decode(errors="replace") for each in told]
+        where = f"item {number} of stream {self.name!r}, rank {self.group.rank} of {self.group.world_size}"
+        raise wording.mismatch(where, rows)
+
+    def _noted(self, number: int) -> _Under:
         with self._changed:  # whoever submits it has it until it is noted
-            under = self._under[number]
+            return self._under[number]
+
+    def _move(self, number: int, segment: int) -> None:
+        """Begins to move a segment on the lane whose turn it is."""
+        under = self._noted(number)
         lane = self._lanes[0 if under.has_state else self._turn % len(self._lanes)]
-        lane.start(partial(self._move_on, lane.group, number, under, segment, is_agreed))
+        lane.start(partial(self._move_on, lane.group, number, under, segment))
         self._turn += 1
 
     def _end_grant(self) -> None:
         self._lanes[self._turn % len(self._lanes)].wait()  # agreed on as late as can be: others may become urgent
 
-    def _move_on(self, group: Group, number: int, under: _Under, segment: int, is_agreed: bool) -> None:
+    def _move_on(self, group: Group, number: int, under: _Under, segment: int) -> None:
         """Moves one segment, in the thread of a lane."""
         start_ns = time.monotonic_ns()
         try:
             if under.error is None:
-                under.answer = under.segments[segment](group, is_agreed)
+                under.answer = under.segments[segment](group)
             if isinstance(under.answer, Work):
                 under.answer, under.error = None, under.answer.future.exception()
             group.settle()  # calls that it began and did not wait for: the native core comes next
@@ -328,10 +346,20 @@ class _Under:
     """What the stream keeps of an item until it is complete: its handle, and what must live as long."""
 
     def __init__(
-        self, what: str, segments: Sequence[_Segment], hold: Any, result: Any = None, has_state: bool = False
+        self,
+        what: str,
+        terms: str,
+        segments: Sequence[_Segment],
+        hold: Any,
+        result: Any = None,
+        has_state: bool = False,
     ) -> None:
-        """``has_state``: it leaves something behind in its lane's group (a residual), so its lane is the first one."""
+        """``terms`` say all that has to be the same on all ranks, for them and for whoever reads that it is not.
+
+        ``has_state``: it leaves something behind in its lane's group (a residual), so its lane is the first one.
+        """
         self.what = what
+        self.terms = terms
         self.segments = segments
         self.hold = hold
         self.result = result  # unless the call returns something
@@ -355,13 +383,13 @@ class _Copied:
         self._left = segments
         self._lock = threading.Lock()  # two lanes may move segments of it at a time
 
-    def move(self, segment: _Segment, lane: Group, is_agreed: bool) -> None:
+    def move(self, segment: _Segment, lane: Group) -> None:
         """Moves ``segment``, a part of the copy."""
         with self._lock:
             if not self._is_filled:
                 self._copy.view(self._tensor.shape).copy_(self._tensor)
                 self._is_filled = True
-        segment(lane, is_agreed)  # if one fails, nothing is copied back
+        segment(lane)  # if one fails, nothing is copied back
         with self._lock:
             self._left -= 1
             if self._left == 0:

@@ -53,7 +53,6 @@ def run_streams(rank: int) -> None:
         stream.all_reduce(torch.ones(3))
     names = [thread.name for thread in threading.enumerate()]
     assert "pycomm-stream-gradients" not in names
-    check_mismatch(rank)
 
 
 def check_order(stream: pycomm.CommStream) -> None:
@@ -130,18 +129,64 @@ def check_errors(stream: pycomm.CommStream, rank: int) -> None:
     assert tensor[0] == pycomm.world_size()
 
 
-def check_mismatch(rank: int) -> None:
-    """Ranks that submit different things learn it as they do without a stream."""
-    stream = pycomm.CommStream("other")
-    work = stream.all_reduce(torch.ones(5 if rank else 6))
-    with pytest.raises(pycomm.CollectiveMismatchError):
-        work.wait()
-    stream.close()
-
-
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_streams(transport: str) -> None:
     run_ranks(3, run_streams, transport=transport)
+
+
+def submit_what_differs(rank: int) -> None:
+    """Ranks that submit different things all learn it, nothing of them moves, and what follows is as ever."""
+    world = pycomm.world_size()
+    is_odd = rank == world - 1
+    with pycomm.CommStream("other", segment_bytes=1 << 12) as stream:
+
+        def reduce(numel: int, priority: int = 0, **options: object) -> tuple[pycomm.Work, torch.Tensor]:
+            tensor = torch.ones(numel)
+            return stream.all_reduce(tensor, priority=priority, **options), tensor
+
+        def barrier(nbytes: int) -> tuple[pycomm.Work, None]:
+            return stream.submit(pycomm.barrier, nbytes=nbytes), None
+
+        pairs = [
+            (lambda: reduce(5), lambda: reduce(6), "float32, 6 elements), priority 0"),
+            (lambda: reduce(1 << 15), lambda: reduce(1 << 13), "8192 elements) in segments of 1024"),  # which fit
+            (lambda: reduce(1 << 15), lambda: reduce(1 << 15, priority=1), "priority 1"),
+            (lambda: reduce(7, compression="int8"), lambda: reduce(7), "7 elements), priority 0"),
+            (lambda: reduce(9, op=pycomm.ReduceOp.MAX), lambda: reduce(9), "SUM, float32, 9 elements"),
+            (lambda: reduce(8), lambda: barrier(0), "submit(a function, nbytes=0)"),
+            (lambda: barrier(1), lambda: barrier(1), ""),
+        ]
+        fine = [reduce(1 << 14)]
+        differing = []
+        for usual, odd, words in pairs:
+            differing.append((*(odd if is_odd else usual)(), words))
+            fine.append(reduce(1 << 14, priority=len(fine) % 2))
+        for work, tensor, words in differing:
+            if not words:
+                work.wait()
+                continue
+            with pytest.raises(pycomm.CollectiveMismatchError) as raised:
+                work.wait()
+            assert (
+                f"rank {world - 1}: " in str(raised.value)
+                and words in str(raised.value).split(f"rank {world - 1}: ")[1]
+            )
+            assert tensor is None or (tensor == 1).all()
+        for work, tensor in fine:
+            work.wait()
+            assert (tensor == world).all()
+    with pycomm.CommStream("ahead") as stream:  # by more than fits into what the ranks tell one another at a time
+        works = [] if is_odd else [stream.all_reduce(torch.ones(3)) for _ in range(150)]
+        pycomm.barrier()
+        works += [stream.all_reduce(torch.ones(3 + (number == 140))) for number in range(150 if is_odd else 0)]
+        assert stream.synchronize(300.0)
+        refused = [number for number, work in enumerate(works) if work.exception() is not None]
+        assert refused == [140]
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_what_differs_between_ranks_is_refused(transport: str) -> None:
+    run_ranks(3, submit_what_differs, transport=transport)
 
 
 def laid_out(values: torch.Tensor, number: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a stream's ranks tell one another: how far all are, and up to where they submitted the same."""
+"""What a stream's ranks tell one another: how far all are, and which items are not the same on all."""
 
 from __future__ import annotations
 
@@ -9,47 +9,40 @@ from typing import Any
 from pycomm.ops import native
 
 
-def agree(ranks: list[Any]) -> tuple[int, int, float]:
+def agree(ranks: list[Any]) -> tuple[int, list[int]]:
     """One exchange; every rank finds the same."""
     frames = [each.frame(1e6 + rank) for rank, each in enumerate(ranks)]
-    found = {each.compare(frames) for each in ranks}
-    assert len(found) == 1
-    return found.pop()
+    found = [each.agree(frames) for each in ranks]
+    assert found[1:] == found[:-1]
+    submitted, bytes_per_s, refused = found[0]
+    assert bytes_per_s == 1e6, "the least"
+    return submitted, refused
 
 
-def test_the_ranks_agree_on_how_far_all_are_and_on_what_is_the_same() -> None:
+def submit(ranks: list[Any], *items: list[int]) -> None:
+    for rank, each in zip(ranks, items, strict=True):
+        for item in each:
+            rank.add(item)
+
+
+def test_the_ranks_agree_on_how_far_all_are_and_on_what_differs() -> None:
+    ranks = [native().StreamAgreement() for _ in range(3)]
+    assert agree(ranks) == (0, [])
+    submit(ranks, [11, 12], [11, 12, 13], [11, 12])  # rank 1 is an item ahead
+    assert agree(ranks) == (2, [])
+    assert agree(ranks) == (2, [])
+    submit(ranks, [13, 14], [14], [13, 15])
+    assert agree(ranks) == (4, [4])
+    submit(ranks, [16, 1, 2], [16, 2, 1], [16, 1, 2])
+    assert agree(ranks) == (7, [6, 7]), "what follows a difference may be the same, and the order counts"
+
+
+def test_a_rank_may_be_far_ahead() -> None:
     ranks = [native().StreamAgreement() for _ in range(2)]
-    assert agree(ranks) == (0, 0, 1e6)
-    for rank, items in enumerate(([11, 12], [11, 12, 13])):  # rank 1 is an item ahead
-        for item in items:
-            ranks[rank].add(item)
-    assert agree(ranks) == (2, 2, 1e6)
-    ranks[0].add(13)
-    assert agree(ranks) == (3, 3, 1e6)
-    for rank, each in enumerate(ranks):
-        each.add(20 + rank)
-    assert agree(ranks) == (4, 3, 0), "so one segment at a time"
-    for each in ranks:
-        each.add(14)
-    assert agree(ranks) == (5, 3, 0), "what follows a difference is no more the same"
-
-
-def test_the_order_of_what_is_the_same_counts() -> None:
-    ranks = [native().StreamAgreement() for _ in range(2)]
-    for rank, items in enumerate(([1, 2], [2, 1])):
-        for item in items:
-            ranks[rank].add(item)
-    assert agree(ranks) == (2, 0, 0)
-
-
-def test_what_a_rank_far_ahead_has_forgotten_counts_as_not_compared() -> None:
-    ranks = [native().StreamAgreement() for _ in range(2)]
-    for rank, submitted in enumerate((3, 67)):
-        for item in range(submitted):
-            ranks[rank].add(item)
-    assert agree(ranks) == (3, 0, 1e6)
-    ranks[0].add(3)  # 63 ahead is what is remembered
-    assert agree(ranks) == (4, 4, 1e6)
+    submit(ranks, [0, 1, 2], list(range(200)))
+    assert agree(ranks) == (3, [])
+    submit(ranks, [*range(3, 150), -1 % 2**64, *range(151, 201)], [])
+    assert [agree(ranks) for _ in range(5)] == [(67, []), (131, []), (195, [151]), (200, []), (200, [])]
 
 
 def test_the_bandwidth_is_right_though_segments_end_in_bunches() -> None:
@@ -61,7 +54,10 @@ def test_the_bandwidth_is_right_though_segments_end_in_bunches() -> None:
         told.append(struct.unpack_from("<Qd", frame)[1])
         return frame
 
-    def move(number: int, _segment: int, _is_agreed: bool) -> None:
+    def refuse(number: int) -> None:
+        raise AssertionError(f"item {number} differs from itself")
+
+    def move(number: int, _segment: int) -> None:
         begun.append(time.monotonic_ns())
         if len(begun) == 2:
             time.sleep(bunch_s)
@@ -71,6 +67,6 @@ def test_the_bandwidth_is_right_though_segments_end_in_bunches() -> None:
 
     progress.submit(0, 1, 40, segment_bytes)
     progress.close()
-    progress.run(None, exchange, move, None, lambda: None)
+    progress.run(None, exchange, refuse, move, None, lambda: None)
     assert len(told) > 30, "before anything was measured several may be granted at a time, then one"
     assert max(told[20:]) < 3 * 2 * segment_bytes / bunch_s
