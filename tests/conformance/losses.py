@@ -8,7 +8,7 @@ import signal
 import threading
 from typing import Any
 
-from programs import Program, rank_is_out
+from programs import Program
 
 import pycomm
 from harness import run_ranks
@@ -16,10 +16,13 @@ from harness import run_ranks
 HOW = ("killed", "interrupted", "leaves")  # by SIGKILL; by Ctrl-C, wherever it is; with its program done, as it has it
 
 
-def run(ranks: int, seed: int, transport: str, how: str, timeout_s: float = 600.0) -> list[Any]:
-    """Runs the program ``seed``; returns what each rank was told of the loss."""
+def run(
+    ranks: int, seed: int, transport: str, how: str, kind: type[Program] = Program, timeout_s: float = 600.0
+) -> list[Any]:
+    """Runs the program ``seed`` of a ``kind``; returns what each rank was told of the loss."""
     died = [_victim_of(seed, ranks)] if how == "killed" else []
-    told = run_ranks(ranks, bereaved, seed, transport, how, transport=transport, casualties=died, timeout_s=timeout_s)
+    job = (bereaved, seed, transport, how, kind)
+    told = run_ranks(ranks, *job, transport=transport, casualties=died, timeout_s=timeout_s)
     assert all(each for rank, each in enumerate(told) if rank != _victim_of(seed, ranks)), "somebody was not told"
     return told
 
@@ -28,12 +31,12 @@ def _victim_of(seed: int, ranks: int) -> int:
     return random.Random(seed).randrange(ranks)
 
 
-def bereaved(rank: int, seed: int, transport: str, how: str) -> list[str]:
+def bereaved(rank: int, seed: int, transport: str, how: str, kind: type[Program]) -> list[str]:
     """One rank's part."""
     ranks = pycomm.world_size()
     victim = _victim_of(seed, ranks)
     # Of one of all others nobody could say whether it is the program's or that of those who go on: docs/faults.md.
-    program = Program(rank, seed, transport, group_sizes=[size for size in range(1, ranks + 1) if size != ranks - 1])
+    program = kind(rank, seed, transport, group_sizes=[size for size in range(1, ranks + 1) if size != ranks - 1])
     if rank == victim:
         _lose(program, random.Random(seed), how)
         return []
@@ -45,9 +48,7 @@ def bereaved(rank: int, seed: int, transport: str, how: str) -> list[str]:
     except pycomm.CollectiveMismatchError as error:  # by a call that the lost rank had begun and the others come to
         assert transport != "shm", "there it is looked for first"
         told.append(str(error))
-    for made in program.groups[1:]:  # so that nobody waits for this rank in one of those without the lost one
-        if not rank_is_out(made.group):
-            made.group.close()
+    program.leave()  # so that nobody waits for this rank in a group without the lost one
     for work, check, what in program.under_way:
         try:
             work.wait()
@@ -61,7 +62,7 @@ def bereaved(rank: int, seed: int, transport: str, how: str) -> list[str]:
             raise
     survivors = pycomm.new_group([member for member in range(ranks) if member != victim])
     assert isinstance(survivors, pycomm.Group)
-    Program(rank, seed + 1, transport, survivors).run(30)
+    kind(rank, seed + 1, transport, survivors).run(30)
     return told
 
 

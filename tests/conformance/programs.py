@@ -77,17 +77,8 @@ class Program:
     def run(self, steps: int) -> None:
         for self.step in range(1, steps + 1):
             self.dice = random.Random(self.seed * 1_000_003 + self.step)
-            steps_by_weight = {
-                self.collective: 60,
-                self.messages: 12,
-                self.objects: 5,
-                self.coalesced: 5,
-                self.new_group: 4,
-                self.close_group: 3,
-                self.wrong: 4,
-                self.compressed: 4,
-            }
-            [what] = self.dice.choices(list(steps_by_weight), list(steps_by_weight.values()))
+            weights = self.weights()
+            [what] = self.dice.choices(list(weights), list(weights.values()))
             try:
                 what()
             except Exception as error:
@@ -100,9 +91,26 @@ class Program:
                 self.wait_for_one()
         while self.under_way:
             self.wait_for_one()
+        self.leave()
+
+    def leave(self) -> None:
+        """Closes what the program has made."""
         for made in self.groups[1:]:
-            if isinstance(made.group, pycomm.Group):
+            if not rank_is_out(made.group):
                 made.group.close()
+
+    def weights(self) -> dict[Callable[[], None], int]:
+        """Returns the kinds of steps, and how often each is taken."""
+        return {
+            self.collective: 60,
+            self.messages: 12,
+            self.objects: 5,
+            self.coalesced: 5,
+            self.new_group: 4,
+            self.close_group: 3,
+            self.wrong: 4,
+            self.compressed: 4,
+        }
 
     def note(self, text: str) -> None:
         self.log.append(f"{self.step}: {text}")
@@ -502,17 +510,17 @@ def rank_is_out(group: Any) -> bool:
     return not isinstance(group, pycomm.Group)
 
 
-def program(rank: int, seed: int, steps: int, transport: str) -> None:
+def program(rank: int, seed: int, steps: int, transport: str, kind: type[Program] = Program) -> None:
     """Runs this rank's part of the program ``seed``."""
-    Program(rank, seed, transport).run(steps)
+    kind(rank, seed, transport).run(steps)
 
 
-def main() -> None:
+def main(kind: type[Program], about: str | None) -> None:
     import losses
 
     from harness import run_ranks
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
@@ -525,14 +533,15 @@ def main() -> None:
         begin = time.monotonic()
         print(f"seed {seed}", end=" ", flush=True)
         if options.loses:
-            told = losses.run(options.ranks, seed, options.transport, options.loses, timeout_s=60)
+            told = losses.run(options.ranks, seed, options.transport, options.loses, kind, timeout_s=60)
             print(*(len(each) for each in told if each), end=" ")
         else:
-            run_ranks(options.ranks, program, seed, options.steps, options.transport, transport=options.transport)
+            job = (program, seed, options.steps, options.transport, kind)
+            run_ranks(options.ranks, *job, transport=options.transport)
         print(f"{time.monotonic() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
     import programs  # so that the ranks find this module by its name
 
-    programs.main()
+    programs.main(programs.Program, __doc__)
