@@ -44,7 +44,7 @@ __all__ = ["CommStream", "StreamWork"]
 SEGMENT_BYTES = 2 << 20
 _CLOSE_TIMEOUT_S = 10.0
 _BREAK_OFF_TIMEOUT_S = 5.0  # a waiting call sees within milliseconds that it is to end
-_TERMS_BYTES = 256  # of an item's terms, where the ranks tell them
+_TOLD_BYTES = 256  # of what ranks say of an item that differs
 _Segment = Callable[[Group], Any]  # of a lane
 _ON_ONE_HOST = ("shm", "local")  # where moving is the cores' own work: a second lane would only take from the first
 
@@ -119,7 +119,7 @@ class CommStream:
             # A copy is empty so far: items before this one may still write to the tensor.
             flat = flatten(dense, reads=False, writes=True, devices=self.group.transport.devices)
         dtype = str(dense.dtype).removeprefix("torch.")
-        terms = f"all_reduce({reduce_op.name}, {dtype}, {tensor.numel()} elements)"
+        terms = f"({reduce_op.name}, {dtype}, {tensor.numel()} elements)"
         if parsed.compression is not None:
             whole_call: list[_Segment] = [lambda lane: all_reduce(tensor, op, lane, **options)]
             under = _Under("all_reduce", f"{terms}, compressed", whole_call, tensor, tensor, has_state=True)
@@ -169,8 +169,8 @@ class CommStream:
         ]
         if any(tensor.is_cuda for tensor in held):
             return self._submit_cuda(lambda: fn(self._lanes[0].group), held)
-        terms = f"submit(a function, nbytes={nbytes})"
-        under = _Under(getattr(fn, "__name__", "submitted"), terms, [lambda lane: fn(lane)], hold)
+        segments: list[_Segment] = [lambda lane: fn(lane)]
+        under = _Under(getattr(fn, "__name__", "a function"), f", by submit(nbytes={nbytes})", segments, hold)
         return self._submit(under, priority, nbytes)
 
     def _submit(self, under: _Under, priority: int, segment_bytes: int, segment_numel: int = 0) -> Work:
@@ -280,8 +280,9 @@ class CommStream:
 
     def _refuse(self, number: int) -> None:
         """Raises what becomes of an item that is not the same on all ranks, each of which comes here with it."""
-        terms = self._noted(number).terms.encode()[:_TERMS_BYTES].ljust(_TERMS_BYTES, b"\0")
-        told = self._gather(torch.frombuffer(bytearray(terms), dtype=torch.uint8), "all_gather_single")
+        under = self._noted(number)
+        mine = f"{under.what}{under.terms}".encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
+        told = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), "all_gather_single")
         rows = [bytes(each.numpy()).rstrip(b"\0").decode(errors="replace") for each in told]
         where = f"item {number} of stream {self.name!r}, rank {self.group.rank} of {self.group.world_size}"
         raise wording.mismatch(where, rows)
@@ -354,7 +355,7 @@ class _Under:
         result: Any = None,
         has_state: bool = False,
     ) -> None:
-        """``terms`` say all that has to be the same on all ranks, for them and for whoever reads that it is not.
+        """``terms``, put behind ``what``, say what has to be the same on all ranks.
 
         ``has_state``: it leaves something behind in its lane's group (a residual), so its lane is the first one.
         """

@@ -153,7 +153,7 @@ def submit_what_differs(rank: int) -> None:
             (lambda: reduce(1 << 15), lambda: reduce(1 << 15, priority=1), "priority 1"),
             (lambda: reduce(7, compression="int8"), lambda: reduce(7), "7 elements), priority 0"),
             (lambda: reduce(9, op=pycomm.ReduceOp.MAX), lambda: reduce(9), "SUM, float32, 9 elements"),
-            (lambda: reduce(8), lambda: barrier(0), "submit(a function, nbytes=0)"),
+            (lambda: reduce(8), lambda: barrier(0), "barrier, by submit(nbytes=0), priority 0"),
             (lambda: barrier(1), lambda: barrier(1), ""),
         ]
         fine = [reduce(1 << 14)]
