@@ -1,4 +1,7 @@
-"""Programs of calls drawn at random (``programs.py``, which also runs by itself, at length), also with a rank lost."""
+"""Programs of calls, and of streams' items, drawn at random, also with a rank lost.
+
+``programs.py`` and ``stream_programs.py`` also run by themselves, at length.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import dist_programs
 import losses
 import programs
 import pytest
+import stream_programs
 import torch
 
 import pycomm
@@ -29,6 +33,18 @@ def test_programs(transport: str, seed: int) -> None:
 @pytest.mark.parametrize("how", losses.HOW)
 def test_programs_go_on_without_a_rank_that_is_lost(how: str, transport: str, seed: int) -> None:
     losses.run(4 if transport == "mixed" else 3, seed, transport, how)  # two hosts of two
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+def test_programs_of_items(transport: str) -> None:
+    job = (programs.program, 4, 100, transport, stream_programs.StreamProgram)
+    run_ranks(4 if transport == "mixed" else 3, *job, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch", "mixed"])
+@pytest.mark.parametrize("how", losses.HOW)
+def test_programs_of_items_go_on_without_a_rank_that_is_lost(how: str, transport: str) -> None:
+    losses.run(4 if transport == "mixed" else 3, 15, transport, how, stream_programs.StreamProgram)
 
 
 def go_on_in_a_group_of(*ranks: int) -> None:
