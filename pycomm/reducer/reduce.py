@@ -28,6 +28,7 @@ __all__ = [
     "Waitable",
     "Wire",
     "checked_compression",
+    "make",
     "refuse",
     "start_gather",
     "start_mean",
@@ -60,7 +61,7 @@ def checked_compression(compression: Any) -> Any:
 class Wire(NamedTuple):
     """How gradients travel: the ``group``, ``compression=`` of its calls, and whether they run while Python goes on.
 
-    With a ``stream`` what is scattered and gathered runs there, parameters before gradients.
+    With a ``stream`` what is scattered and gathered runs there (``lane``), parameters before gradients.
     """
 
     group: pycomm.Group
@@ -79,6 +80,11 @@ class Wire(NamedTuple):
         """
         is_async = group.transport.name not in ("shm", "local") if overlap is None else overlap
         return cls(group, checked_compression(compression), is_async and group.world_size > 1)
+
+    @property
+    def lane(self) -> pycomm.CommStream | None:
+        """The stream if calls go there; compressed ones do not, as compressors have their state in a group."""
+        return self.stream if self.compression is None else None
 
     def check_means(self, named: Iterable[tuple[str, torch.dtype]]) -> None:
         """Raises ConfigError if the gradient of a parameter of such a name and dtype cannot be compressed so."""
@@ -153,21 +159,25 @@ def refuse(wire: Wire) -> None:
     For a rank that is about to raise. Returns once the others have come; if all of them refuse, at once.
     """
     with contextlib.suppress(CollectiveMismatchError):
-        if wire.stream is None:
-            pycomm.barrier(wire.group)
-        else:
-            wire.stream.submit(pycomm.barrier).wait()
+        make(pycomm.barrier, wire)
+
+
+def make(call: Callable[[pycomm.Group], object], wire: Wire) -> None:
+    """Makes ``call(group)`` where those go that scatter and gather, in its turn."""
+    if wire.lane is None:
+        call(wire.group)
+    else:
+        wire.lane.submit(call).wait()
 
 
 def _start(
     wire: Wire, call: Callable[..., pycomm.Work | None], name: str, priority: int, hold: tuple[torch.Tensor, ...]
 ) -> Waitable | None:
-    """Makes the call on the wire's stream, or on its group: compressors have their state in a group, not in lanes."""
-    if wire.compression is not None:
-        return call(wire.group, async_op=wire.is_async, compression=wire.compression, name=name)
-    if wire.stream is None:
-        return call(wire.group, async_op=wire.is_async)
-    return wire.stream.submit(call, priority=priority, hold=hold, nbytes=hold[0].nbytes)
+    """Starts the call on the wire's stream, or in its group."""
+    if wire.lane is not None:
+        return wire.lane.submit(call, priority=priority, hold=hold, nbytes=hold[0].nbytes)
+    options = {} if wire.compression is None else {"compression": wire.compression, "name": name}
+    return call(wire.group, async_op=wire.is_async, **options)
 
 
 class _Then:

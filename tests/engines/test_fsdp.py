@@ -142,14 +142,20 @@ def mistakes_job(rank: int) -> None:
             getattr(hooked.bias, method)(lambda _: None)
         with pytest.raises(pycomm.PycommError, match="hooks of the gradient: bias" if rank == 1 else "other ranks"):
             wrap(hooked)
-    for overlap in (False, True):  # one rank wants the gradient of its inputs alone
-        apart, x = wrap(nn.Linear(2, 2), overlap=overlap), torch.ones(1, 2, requires_grad=True)
+    ways: list[dict[str, Any]] = [
+        {"overlap": False},
+        {"overlap": True},
+        {"overlap": True, "compression": "int8"},
+        {"overlap": True, "gather_compression": "bf16"},
+    ]
+    for way in ways:  # one rank wants the gradient of its inputs alone
+        apart, x = wrap(nn.Linear(2, 2), **way), torch.ones(1, 2, requires_grad=True)
         loss = apart(x).sum()
         with pytest.raises(pycomm.CollectiveMismatchError, match="barrier"):
             torch.autograd.grad(loss, x) if rank == 1 else loss.backward()
     for layer in (nn.LayerNorm, nn.BatchNorm1d):  # without buffers, which are sent before parameters, and with
-        for overlap in (False, True):
-            changed = wrap(nn.Sequential(nn.Linear(2, 2), layer(2)), overlap=overlap)
+        for way in ways:
+            changed = wrap(nn.Sequential(nn.Linear(2, 2), layer(2)), **way)
             if rank == 1:
                 changed.module.register_parameter("late", nn.Parameter(torch.zeros(1)))
             error = pycomm.ConfigError if rank == 1 else pycomm.CollectiveMismatchError

@@ -99,6 +99,7 @@ class FullyShardedDataParallel(nn.Module):
         self._ledger = Ledger()
         gathered = checked_compression(gather_compression)
         layout = Layout(chosen, self._ranks, precision, gathered, offload, self._ledger)
+        self._gathers = layout.gathers
         self._check_same_model(layout, initialize is not None)
         self.units = self._shard(found, layout, initialize)
         self._passes = Passes(
@@ -343,7 +344,7 @@ class FullyShardedDataParallel(nn.Module):
         change = self._roster.change()
         if not strays and not change:
             return
-        wire = self._ranks.shards or self._ranks.replicas
+        wire = self._gathers or self._ranks.replicas
         if is_communicating and wire is not None:
             refuse(wire._replace(stream=None) if self._makes_buffers_equal else wire)  # what the others call first
         if strays:

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import pycomm
 
 from ...errors import CollectiveMismatchError, ConfigError
+from ...reducer.reduce import make
 from .flat import FlatParameter, Layout, Slot
 from .unit import Unit
 
@@ -359,10 +360,8 @@ class Passes:
         The calls go where reductions would: if other ranks have some to make, that is an error on all.
         """
         for wire in self._layout.ranks:
-            if wire is not None and (wire.stream is None or wire.compression is not None):
-                pycomm.barrier(wire.group)
-            elif wire is not None:
-                wire.stream.submit(pycomm.barrier).wait()
+            if wire is not None:
+                make(pycomm.barrier, wire)
 
     def _used_somewhere(self) -> dict[str, bool]:
         """Says which parameters get their gradients: also those to which a compressor owed some from earlier passes."""
