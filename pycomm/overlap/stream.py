@@ -162,9 +162,9 @@ class CommStream:
         """Calls ``fn(group)`` on the stream, where ``group`` is one of the stream's own; the Work has what it returns.
 
         ``hold`` is kept alive until then. ``nbytes`` says about how much it moves, for the credit; it is equal on all
-        ranks, as ``priority`` is. ``fn`` may make several collectives; nothing overtakes it once it has begun. Compressed
-        ones belong into ``all_reduce``: what a compressor owes stays in the group that was called, and between hosts
-        ``fn`` is given one of two.
+        ranks, as ``priority`` is. ``fn`` may make several collectives; nothing overtakes it once it has begun.
+        Compressed ones belong into ``all_reduce``: what a compressor owes stays in the group that was called, and
+        between hosts ``fn`` is given one of two.
         """
         held = [
             each for each in (hold if isinstance(hold, (list, tuple)) else [hold]) if isinstance(each, torch.Tensor)
