@@ -42,6 +42,7 @@ from pycomm.transport.local import LocalWorld
 
 __all__ = [
     "RanksFailed",
+    "check_sum",
     "descendants",
     "descriptors",
     "interrupt_once_in_a_call",
@@ -379,6 +380,15 @@ def _stack_of(pid: int | None, dump: Path) -> str:
             time.sleep(0.1)
             seen = dump.read_text() if dump.exists() else ""
     return seen or "no stack"
+
+
+def check_sum(group: Any = None, numel: int = 5) -> None:
+    """Holds an all_reduce of ``group`` to the right sum, whose terms differ between ranks and elements."""
+    ranks = pycomm.world_size(group)
+    tensor = torch.arange(numel) % 1000 + pycomm.rank(group)
+    pycomm.all_reduce(tensor, group=group)
+    expected = ranks * (torch.arange(numel) % 1000) + ranks * (ranks - 1) // 2
+    assert torch.equal(tensor, expected)
 
 
 # -- mpirun ------------------------------------------------------------------------------------------------------------

@@ -15,17 +15,10 @@ import torch
 from torch.distributed import HashStore
 
 import pycomm
-from harness import interrupt_once_in_a_call, is_in_a_call, run_forked, run_ranks, wait_until
+from harness import check_sum, interrupt_once_in_a_call, is_in_a_call, run_forked, run_ranks, wait_until
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, ReduceOp, TransportError
 from pycomm.transport import Patience
 from pycomm.transport._handoff import share_memory
-
-
-def check_sum(ranks: int, numel: int = 5) -> None:
-    t = torch.full((numel,), 2.0)
-    pycomm.all_reduce(t)
-    assert (t == 2.0 * ranks).all()
-
 
 # -- ranks that disagree ---------------------------------------------------------------------------------------------
 
@@ -52,7 +45,7 @@ def disagree(rank: int) -> None:
         assert (t == rank + 1).all(), f"{name}: the buffer was written"
         text = str(caught.value)
         assert "rank 0" in text and "rank 1" in text, text
-        check_sum(2)  # and the group goes on
+        check_sum()  # and the group goes on
 
 
 def test_ranks_that_disagree_see_both_sides_and_keep_their_buffers() -> None:
@@ -62,7 +55,7 @@ def test_ranks_that_disagree_see_both_sides_and_keep_their_buffers() -> None:
 def one_of_three_disagrees(rank: int) -> None:
     with pytest.raises(CollectiveMismatchError, match=r"rank 2: all_reduce\(MAX, float32, 5 elements\)"):
         pycomm.all_reduce(torch.ones(5), ReduceOp.MAX if rank == 2 else ReduceOp.SUM)
-    check_sum(3)
+    check_sum()
 
 
 def test_every_rank_sees_the_one_that_differs() -> None:
@@ -73,7 +66,7 @@ def test_every_rank_sees_the_one_that_differs() -> None:
 
 
 def lose_rank_2(rank: int, how: str) -> None:
-    check_sum(4)
+    check_sum()
     if rank == 2:
         time.sleep(0.05)  # as a rule the others wait for it by then; nothing depends on that
         if how == "exit":
@@ -81,7 +74,7 @@ def lose_rank_2(rank: int, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSEGV)
     fate = {"exit": "exited with status 3", "kill": "killed by SIGKILL", "segv": "killed by SIGSEGV"}[how]
     with pytest.raises(PeerLostError, match=rf"lost rank 2 \(pid \d+\): {fate}") as caught:
-        check_sum(4, 100_000)
+        check_sum(numel=100_000)
     assert caught.value.rank == 2
     with pytest.raises(PeerLostError):  # and so does every later call
         pycomm.barrier()
@@ -163,7 +156,7 @@ def stop_and_go_on(rank: int) -> float:
             os.kill(int(pids[1]), signal.SIGSTOP)
             threading.Timer(1.0, os.kill, (int(pids[1]), signal.SIGCONT)).start()
         begin, before_s = time.monotonic(), time.process_time()
-        check_sum(2)
+        check_sum()
         share[0] = min(share.item(), (time.process_time() - before_s) / max(1.0, time.monotonic() - begin))
         pycomm.broadcast(share, 0)
         if share < 0.2:
@@ -207,7 +200,7 @@ def fork_a_child(rank: int) -> None:
             pycomm.all_reduce(torch.ones(3), group=group)
 
     run_forked(body)
-    check_sum(2)
+    check_sum()
 
 
 def test_a_forked_child_is_not_a_rank() -> None:
@@ -335,7 +328,7 @@ def test_a_million_small_all_reduces() -> None:
 
 def reduce_thrice(rank: int) -> None:
     for numel in (1, 1000, 100_000):
-        check_sum(64, numel)
+        check_sum(numel=numel)
     pycomm.barrier()
 
 

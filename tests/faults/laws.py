@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import pycomm
-from harness import transport_params
+from harness import check_sum, transport_params
 from pycomm import PeerLostError
 from pycomm.fault import fail_at, inject
 
@@ -57,15 +57,6 @@ STOPS = {
     "after": Stop("after"),
 }
 STOPPED_S = 0.4
-
-
-def check_sum(group: Any = None, numel: int = 5) -> None:
-    """Holds an all_reduce of ``group`` to the right sum, whose terms differ between ranks and elements."""
-    ranks = pycomm.world_size(group)
-    tensor = torch.arange(numel) % 1000 + pycomm.rank(group)
-    pycomm.all_reduce(tensor, group=group)
-    expected = ranks * (torch.arange(numel) % 1000) + ranks * (ranks - 1) // 2
-    assert torch.equal(tensor, expected)
 
 
 def reduce_until_lost(numel: int) -> PeerLostError:

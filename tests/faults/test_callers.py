@@ -9,24 +9,17 @@ import time
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from laws import EVERYWHERE
 
 import pycomm
-from harness import interrupt_once_in_a_call, is_in_a_call, run_forked, run_ranks, wait_until
+from harness import check_sum, interrupt_once_in_a_call, is_in_a_call, run_forked, run_ranks, wait_until
 from pycomm import PeerLostError, TransportError
 
 everywhere = pytest.mark.parametrize("transport", EVERYWHERE)
 LARGE = 200_000
-
-
-def check_sum(ranks: int, numel: int = 5, group: Any = None) -> None:
-    t = torch.full((numel,), 2.0)
-    pycomm.all_reduce(t, group=group)
-    assert (t == 2.0 * ranks).all()
 
 
 class Alarm(Exception):
@@ -40,24 +33,24 @@ def raise_alarm(number: int, frame: FrameType | None) -> None:
 def be_interrupted(rank: int, path: str) -> None:
     for handler, error in ((signal.default_int_handler, KeyboardInterrupt), (raise_alarm, Alarm)):
         group, flag = pycomm.new_group([0, 1, 2]), Path(f"{path} by {error.__name__}")
-        check_sum(3, group=group)
+        check_sum(group)
         if rank == 1:
             signal.signal(signal.SIGINT, handler)
             with pytest.raises(error):
                 interrupt_once_in_a_call()
-                check_sum(3, LARGE, group)
+                check_sum(group, LARGE)
             flag.touch()
             with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):  # it is out of step, and says so
-                check_sum(3, group=group)
+                check_sum(group)
         elif rank == 0:
             with pytest.raises(PeerLostError, match="rank 1 .* was interrupted") as caught:  # and no timeout
-                check_sum(3, LARGE, group)
+                check_sum(group, LARGE)
             assert caught.value.rank == 1
         else:  # comes later, and is told at once
             wait_until(flag.exists)
             with pytest.raises(PeerLostError, match="rank 1 .* was interrupted"):
-                check_sum(3, LARGE, group)
-        check_sum(3, group=pycomm.new_group([0, 1, 2], group=group))
+                check_sum(group, LARGE)
+        check_sum(pycomm.new_group([0, 1, 2], group=group))
 
 
 def fail_on_its_own(rank: int) -> None:
@@ -72,11 +65,11 @@ def fail_on_its_own(rank: int) -> None:
         hook = partial(refuse, at_the_end=at_the_end)
         group.add_data_hook(hook)
         with pytest.raises(Alarm):
-            check_sum(3)
+            check_sum()
         group.remove_data_hook(hook)
     with pytest.raises((TypeError, pycomm.ConfigError)):
         pycomm.all_reduce("no tensor")
-    check_sum(3)
+    check_sum()
 
 
 def interrupt_and_fail(rank: int, path: str) -> None:
@@ -105,11 +98,11 @@ def interrupt_a_receive(rank: int) -> None:
     else:
         pycomm.recv(torch.zeros(1), 0)
         pycomm.send(torch.full((3,), 7.0), 0)
-    check_sum(2)
+    check_sum()
 
 
 def close_early(rank: int) -> None:
-    check_sum(2)
+    check_sum()
     if rank == 1:
         return
     time.sleep(0.05)  # before or after it has closed: the error is the same
@@ -127,7 +120,7 @@ def use_what_is_the_parents(group: pycomm.Group, message: pycomm.Work, work: pyc
 
 
 def fork_a_child(rank: int) -> None:
-    check_sum(2)
+    check_sum()
     group = pycomm.new_group([0, 1])
     for is_under_way in (False, True):
         late = torch.ones(3)
@@ -141,20 +134,20 @@ def fork_a_child(rank: int) -> None:
             work.wait()
         elif is_under_way:
             pycomm.all_reduce(late, group=group)
-        check_sum(2, LARGE)
-        check_sum(2, group=group)
+        check_sum(numel=LARGE)
+        check_sum(group)
 
 
 def use_two_threads(rank: int, path: str) -> None:
-    check_sum(2)
+    check_sum()
     if rank == 1:
         wait_until(Path(path).exists)
-        return check_sum(2, LARGE)
-    thread = threading.Thread(target=check_sum, args=(2, LARGE))
+        return check_sum(numel=LARGE)
+    thread = threading.Thread(target=check_sum, args=(None, LARGE))
     thread.start()
     wait_until(is_in_a_call)
     with pytest.raises(TransportError, match="another thread"):
-        check_sum(2, LARGE)
+        check_sum(numel=LARGE)
     Path(path).touch()
     thread.join()
 
@@ -168,7 +161,7 @@ def drop_handles(rank: int) -> None:
     # Buffers too: the call keeps them until it is done.
     for _ in range(20):
         pycomm.all_reduce(torch.ones(LARGE), async_op=True)
-    check_sum(2)
+    check_sum()
     pycomm.isend(torch.ones(LARGE), 1 - rank)
     got = torch.zeros(LARGE)
     pycomm.recv(got, 1 - rank)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from laws import EVERYWHERE, MPI, RANKS, TRANSPORTS, VICTIM, check_sum, survive, victim_of
+from laws import EVERYWHERE, MPI, RANKS, TRANSPORTS, VICTIM, survive, victim_of
 
 import pycomm
-from harness import interrupt_once_in_a_call, run_ranks, wait_until
+from harness import check_sum, interrupt_once_in_a_call, run_ranks, wait_until
 from pycomm import PeerLostError
 from pycomm.fault import fail_at, inject
 

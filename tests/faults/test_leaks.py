@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from laws import RANKS, TRANSPORTS, check_sum
+from laws import RANKS, TRANSPORTS
 
 import pycomm
-from harness import descriptors, proc_files, run_ranks
+from harness import check_sum, descriptors, proc_files, run_ranks
 
 FOLDERS = ("/dev/shm", "/tmp")
 

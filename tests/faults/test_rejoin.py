@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch.distributed as dist
-from laws import TRANSPORTS, check_sum
+from laws import TRANSPORTS
 
 import pycomm
-from harness import run_ranks
+from harness import check_sum, run_ranks
 from pycomm.collectives import init
 from pycomm.fault import Membership, membership
 from pycomm.transport import Patience

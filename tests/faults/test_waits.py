@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from laws import EVERYWHERE, MPI, RANKS, STOPPED_S, STOPS, TRANSPORTS, VICTIM, check_sum, victim_of
+from laws import EVERYWHERE, MPI, RANKS, STOPPED_S, STOPS, TRANSPORTS, VICTIM, victim_of
 
 import pycomm
-from harness import run_ranks
+from harness import check_sum, run_ranks
 from pycomm import CollectiveTimeoutError, PeerLostError
 from pycomm.collectives.context import resolve
 from pycomm.fault import InjectedFault, fail_at, inject
