@@ -111,7 +111,7 @@ void run(Progress& progress, std::shared_ptr<shm::Group> group, const py::object
   }
 }
 
-std::uint64_t submit_all_reduce(Progress& progress, int priority, std::uint64_t digest, std::size_t segment_numel, std::shared_ptr<shm::Group> group,
+std::uint64_t submit_all_reduce(Progress& progress, std::int64_t priority, std::uint64_t digest, std::size_t segment_numel, std::shared_ptr<shm::Group> group,
                                 std::uintptr_t data, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
   const shm::Call whole = make_call(shm::Verb::kAllReduce, numel, dtype, op, factor, 0, timeout_s);
   const std::size_t item = item_bytes(whole.dtype), segments = numel == 0 ? 1 : (numel + segment_numel - 1) / segment_numel;
@@ -159,7 +159,7 @@ void bind_overlap(py::module_& m);  // module.cpp
 void bind_overlap(py::module_& m) {
   py::class_<Progress>(m, "StreamProgress", "The queue of a stream, and the loop that its thread runs.")
       .def(py::init<int, std::size_t>(), py::arg("ranks"), py::arg("segment_bytes"))
-      .def("submit", [](Progress& p, int priority, std::uint64_t digest, std::size_t segments, std::size_t segment_bytes) {
+      .def("submit", [](Progress& p, std::int64_t priority, std::uint64_t digest, std::size_t segments, std::size_t segment_bytes) {
              return p.submit({priority, digest, segments, segment_bytes, nullptr});
            })
       .def("submit_all_reduce", &submit_all_reduce)

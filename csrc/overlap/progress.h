@@ -32,7 +32,7 @@ class Progress {
   using Move = std::function<void(std::size_t segment)>;  // throws what goes to whoever waits for the item
 
   struct Order {
-    int priority;
+    std::int64_t priority;
     std::uint64_t digest;  // of what has to be the same on all ranks
     std::size_t segments, segment_bytes;
     Move move;             // empty: its segments are moved outside

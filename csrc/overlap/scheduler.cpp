@@ -4,7 +4,7 @@
 
 namespace pycomm::overlap {
 
-std::uint64_t Scheduler::add(int priority, std::size_t segments, std::size_t segment_bytes) {
+std::uint64_t Scheduler::add(std::int64_t priority, std::size_t segments, std::size_t segment_bytes) {
   items_.push_back({++submitted_, priority, segments, segment_bytes});
   return submitted_;
 }

@@ -33,7 +33,7 @@ class Scheduler {
  public:
   // Takes the next item of this rank, of at least one segment, each of about `segment_bytes`; returns its number. A higher
   // priority is more urgent.
-  std::uint64_t add(int priority, std::size_t segments, std::size_t segment_bytes);
+  std::uint64_t add(std::int64_t priority, std::size_t segments, std::size_t segment_bytes);
   // What to move next, at least one segment, of the first `agreed` items: the most urgent first, and the oldest of those.
   // Whoever calls moves them all. The same on every rank for the same arguments.
   std::vector<Granted> grant(std::uint64_t agreed, double bytes_per_s);
@@ -47,7 +47,7 @@ class Scheduler {
  private:
   struct Item {
     std::uint64_t number;
-    int priority;
+    std::int64_t priority;
     std::size_t segments, segment_bytes;
     std::size_t granted = 0;
     bool is_done() const { return granted == segments; }

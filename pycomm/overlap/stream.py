@@ -171,12 +171,14 @@ class CommStream:
         ]
         if any(tensor.is_cuda for tensor in held):
             return self._submit_cuda(lambda: fn(self._lanes[0].group), held)
+        nbytes = whole_number(nbytes, "nbytes", 0)
         segments: list[_Segment] = [lambda lane: fn(lane)]
         under = _Under(getattr(fn, "__name__", "a function"), f", by submit(nbytes={nbytes})", segments, hold)
         return self._submit(under, priority, nbytes)
 
     def _submit(self, under: _Under, priority: int, segment_bytes: int, segment_numel: int = 0) -> Work:
-        under.terms += f", priority {priority:d}"
+        priority = whole_number(priority, "priority", -(1 << 63))
+        under.terms += f", priority {priority}"
         digest = int.from_bytes(blake2b(under.terms.encode(), digest_size=8).digest(), "little")
         self.group.transport.check_not_forked(under.what)  # first: one of the parent's threads may have had the lock
         with self._changed:

@@ -246,6 +246,7 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
     read_only.flags.writeable = False
     buffer = torch.zeros(4 * n + 4)
     whole, part = torch.zeros(4 * n), torch.zeros(4)
+    stream = pycomm.CommStream()
     return [
         ("unknown op", lambda: pycomm.all_reduce(t, "sum")),
         ("unknown op", lambda: pycomm.all_reduce(t, 77)),
@@ -318,6 +319,9 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("name: expected a str", lambda: pycomm.new_group(group_desc=7)),  # type: ignore[arg-type]
         ("name: expected a str", lambda: pycomm.split(0, name=7)),  # type: ignore[arg-type]
         ("segment_bytes: expected an integer from 1", lambda: pycomm.CommStream(segment_bytes=0)),
+        ("priority: expected an integer", lambda: stream.all_reduce(t, priority="high")),  # type: ignore[arg-type]
+        ("priority: expected an integer", lambda: stream.submit(pycomm.barrier, priority=1 << 63)),
+        ("nbytes: expected an integer from 0", lambda: stream.submit(pycomm.barrier, nbytes=-1)),
         ("color: expected an integer from 0", lambda: pycomm.split(-3)),
         ("color: expected an integer from 0", lambda: pycomm.split(1 << 70)),
         ("color: expected an integer from 0", lambda: pycomm.split("red")),  # type: ignore[arg-type]
