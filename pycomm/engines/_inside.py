@@ -9,9 +9,11 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
 
+import pycomm
+
 from ..reducer.reduce import Wire
 
-__all__ = ["Averaging", "engines_in", "mark_engine"]
+__all__ = ["Averaging", "engines_in", "groups_of", "mark_engine"]
 
 
 class Averaging(Protocol):
@@ -43,3 +45,10 @@ def engines_in(module: nn.Module) -> list[Averaging]:
     """Returns the engines of ``module`` and of those in it, in the order of the modules."""
     found = (_engines[each]() for each in module.modules() if each in _engines)
     return [engine for engine in found if engine is not None]
+
+
+def groups_of(engines: Sequence[Averaging], beside: pycomm.Group | None = None) -> list[pycomm.Group]:
+    """Returns ``beside``, if there is one, and the groups of ``engines``: each once, in one order on all ranks."""
+    groups = [] if beside is None else [beside]
+    groups += [wire.group for engine in engines for wire in engine.wires]
+    return list({group.name: group for group in groups}.values())

@@ -25,7 +25,7 @@ import torch
 import pycomm
 
 from ...errors import CollectiveMismatchError, PycommError
-from ...reducer.reduce import Wire
+from .._inside import Averaging, groups_of
 
 __all__ = ["Outcome"]
 
@@ -37,10 +37,11 @@ _Place: TypeAlias = "pycomm.Group | pycomm.CommStream"  # where calls are made, 
 class Outcome:
     """Whether the run of a row of this rank has failed so far; ``error`` is its own, None if that of another rank."""
 
-    def __init__(self, group: pycomm.Group, beside: pycomm.Group | None, wires: Sequence[Wire]) -> None:
-        """``group`` is the pipeline's, ``beside`` that of the other batches, ``wires`` those of engines in it."""
+    def __init__(self, group: pycomm.Group, beside: pycomm.Group | None, engines: Sequence[Averaging]) -> None:
+        """``group`` is the pipeline's, ``beside`` that of the other batches; ``engines`` are those in it."""
         self._group, self._beside = group, beside
-        self._groups: list[_Place] = list({wire.group.name: wire.group for wire in wires}.values())
+        wires = [wire for engine in engines for wire in engine.wires]
+        self._groups: list[_Place] = [*groups_of(engines)]
         self._streams: list[_Place] = [wire.stream for wire in wires if wire.stream is not None]
         self._calls: dict[_Place, _Call] = {}  # under way, in which engines' ranks are told
         self._worst = _FINE  # that this rank has heard of

@@ -24,7 +24,7 @@ from ...reducer.reduce import Wire, start_sum
 from ...reducer.reducer import Reducer
 from .._agreement import check_same_model
 from .._buffers import broadcast_tensors
-from .._inside import Averaging, engines_in
+from .._inside import engines_in, groups_of
 from .._marks import Holders, mark_holders
 from .actions import Action, Kind, Schedule
 from .begin import StepCheck
@@ -130,8 +130,7 @@ class Pipeline:
             self._average_over(beside, compression)
         self._beside = beside
         self._engines = [engine for stage in self.stages.values() for engine in engines_in(stage.module)]
-        self._wires = [wire for engine in self._engines for wire in engine.wires]
-        self._check = StepCheck(schedule, self.stages, self.group, _groups(beside, self._engines))
+        self._check = StepCheck(schedule, self.stages, self.group, groups_of(self._engines, beside))
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ class Pipeline:
     def _run(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, row: Sequence[Action]) -> Run:
         last = self.schedule.stages - 1
         given = self._microbatches(inputs, 0), self._microbatches(targets, last)
-        outcome = Outcome(self.group, self._beside, self._wires)
+        outcome = Outcome(self.group, self._beside, self._engines)
         run = Run(self.schedule, self.stages, self._links, outcome, *given)
         self._links.begin()
         for stage in self.stages.values():
@@ -258,7 +257,7 @@ class Pipeline:
             return split  # type: ignore[no-any-return]  # checked by split_model
         lengths = [len(part) for part in split_model(whole, stages, "time", sample)]
         cuts = torch.tensor(lengths, dtype=torch.int64, device=self.group.control_device)
-        for group in (self.group, *_groups(beside, engines_in(whole))):
+        for group in (self.group, *groups_of(engines_in(whole), beside)):
             pycomm.broadcast(cuts, group=group, group_src=0)
         return list(cuts.tolist())
 
@@ -333,10 +332,3 @@ def _check_schedule(schedule: Schedule, group: pycomm.Group) -> None:
             f"Pipeline: schedule {schedule.name!r} is for {schedule.ranks} ranks, the group has {group.world_size}; "
             f"build it for as many"
         )
-
-
-def _groups(beside: pycomm.Group | None, engines: Sequence[Averaging]) -> list[pycomm.Group]:
-    """Returns the groups of ranks with other batches, each once, in one order on all ranks."""
-    groups = [] if beside is None else [beside]
-    groups += [wire.group for engine in engines for wire in engine.wires]
-    return list({group.name: group for group in groups}.values())
