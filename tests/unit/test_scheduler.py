@@ -57,11 +57,3 @@ def test_ranks_that_submit_at_different_moments_move_the_same_in_the_same_order(
                 for each, order in zip(ranks, orders):
                     order += each.grant(min(submitted), 1.0)
         assert orders[0] == orders[1] and len(orders[0]) == sum(segments for segments, _ in items)
-
-
-def test_without_a_credit_one_segment_goes_at_a_time() -> None:
-    """So that ranks whose items differ have made equally many calls before each agreement."""
-    scheduler = native().StreamScheduler()
-    for segment_bytes in (0, 0, 10):
-        scheduler.add(0, 1, segment_bytes)
-    assert [scheduler.grant(3, 0) for _ in range(3)] == [[(1, 0)], [(2, 0)], [(3, 0)]]
