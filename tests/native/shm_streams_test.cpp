@@ -4,6 +4,8 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "overlap/progress.h"
@@ -19,6 +21,10 @@ constexpr std::size_t kSegmentNumel = 3000;
 constexpr std::size_t kOneAGrant = 4 << 20;  // bytes that the credit has room for once, as long as nothing is measured
 constexpr std::size_t kNeverMeasured = std::size_t{1} << 60;
 
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // A stream of one rank: what it moved, in order, and what ended; each written by a thread of its own until `finish`.
 class Stream : Progress::Outside {
  public:
@@ -26,9 +32,10 @@ class Stream : Progress::Outside {
       : progress(group.ranks(), kNeverMeasured), group_(group), loop_([this] { progress.run(*this); }), ends_([this] { await_ended(); }) {}
 
   // An item whose every segment adds up `numel` floats.
-  std::uint64_t submit(int priority, std::size_t segments, std::size_t numel, std::function<void()> then = [] {}) {
+  std::uint64_t submit(int priority, std::size_t segments, std::size_t numel, std::function<void()> then = [] {},
+                       std::uint64_t digest = 7) {
     const std::uint64_t number = ++submitted_;  // items are submitted by one thread at a time
-    progress.submit({priority, 7, segments, kOneAGrant, [=](std::size_t segment) {
+    progress.submit({priority, digest, segments, kOneAGrant, [=](std::size_t segment) {
                        moved.push_back(static_cast<float>(100 * number + segment));
                        std::vector<float> data = input_of(group_.rank(), numel), sum(numel);
                        for (int r = 0; r < group_.ranks(); ++r) add_values(sum.data(), r, 0, numel);
@@ -57,8 +64,9 @@ class Stream : Progress::Outside {
     call.numel = sizeof mine;
     group_.agree(frames, &mine, sizeof mine, call);
   }
-  void move(const Granted&, bool) override { expect(false, "nothing is moved outside"); }
-  void give_up() override {}
+  void refuse(std::uint64_t number) override { throw Refused(std::to_string(number)); }
+  void move(const Granted&) override { expect(false, "nothing is moved outside"); }
+  void ended_unmoved() override {}
   void end_grant() override {}
   void rest() override {}
   void await_ended() {
@@ -91,6 +99,22 @@ void move_in_one_order(int rank, Group& world) {
   expect(moved.ns > 0 && moved.bytes == stream.moved.size() * kOneAGrant, "what was moved is counted");
 }
 
+// An item that differs, by its digest, is refused on every rank before anything of it moves, and the stream goes on.
+void submit_what_differs(int rank, Group& world) {
+  Stream stream(world);
+  stream.submit(0, 1, 5);
+  stream.submit(9, rank == 0 ? 2 : 3, kSegmentNumel, [] {}, rank == 0 ? 8 : 9);
+  stream.submit(0, 2, 5);
+  stream.finish();
+  expect(stream.moved == std::vector<float>{100, 300, 301}, "nothing of what differs is moved");
+  expect(stream.ended.size() == 3, "every item ends");
+  for (const auto& each : stream.ended)
+    if (each.number == 2)
+      expect_throw<Refused>("what differs", [&] { std::rethrow_exception(each.error); });
+    else
+      expect(each.error == nullptr, "what is the same ends well");
+}
+
 // An item of which a segment fails ends with its error, on every rank, and the stream goes on.
 void offer_what_differs(int rank, Group& world) {
   Stream stream(world);
@@ -119,7 +143,8 @@ void lose_a_rank(int rank, Group& world, const Host& host) {
 void test_streams() {
   Host host(3);
   run("streams", host, move_in_one_order);
-  run("items that disagree", host, offer_what_differs);
+  run("items that differ", host, submit_what_differs);
+  run("segments that disagree", host, offer_what_differs);
   run("a stream without a rank", host, [&](int rank, Group& world) { lose_a_rank(rank, world, host); });
 }
 
