@@ -16,6 +16,9 @@ from pycomm.types import DTYPES, dtype_of_name
 
 ALL_DTYPES = [getattr(torch, dtype.name) for dtype in DTYPES]
 GUARD = 16  # elements on either side of a buffer that nobody may write
+# Large data repeat after so many elements, which saves computing them; a prime, so that whatever the library cuts data
+# into, two of its pieces lie apart by no multiple of it.
+PERIOD = 65_537
 
 
 def family(dtype: torch.dtype) -> str:
@@ -47,6 +50,8 @@ def contribution(
     rank: int, world_size: int, numel: int, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM
 ) -> torch.Tensor:
     """The input of ``rank``: small integers, so few that sums and products of five are exact even in 8-bit floats."""
+    if numel > PERIOD:
+        return _repeated(contribution(rank, world_size, PERIOD, dtype, op), numel)
     counter = torch.arange(numel, dtype=torch.int64) * 5 + rank * 3
     counter = counter ^ (counter >> 3)
     if op is ReduceOp.AVG:
@@ -64,6 +69,10 @@ def contribution(
     if family(dtype) == "complex":
         return torch.complex(values.double(), values.double()).to(dtype)  # no negative zeros
     return values.to(dtype)
+
+
+def _repeated(period: torch.Tensor, numel: int) -> torch.Tensor:
+    return period.repeat(-(-numel // period.numel()))[:numel]
 
 
 def reduced(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
@@ -103,6 +112,8 @@ def total(world_size: int, numel: int, dtype: torch.dtype, op: ReduceOp) -> torc
 
 @lru_cache(64)
 def _total(world_size: int, numel: int, dtype: torch.dtype, op: ReduceOp) -> torch.Tensor:
+    if numel > PERIOD:
+        return _repeated(_total(world_size, PERIOD, dtype, op), numel)
     return reduced([contribution(rank, world_size, numel, dtype, op) for rank in range(world_size)], op)
 
 

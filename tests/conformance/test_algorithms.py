@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from cases import ALL_DTYPES, contribution, family, fingerprint, guarded, reduced, same_bits
+from cases import ALL_DTYPES, contribution, family, fingerprint, guarded, same_bits, total
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def collective(verb: str, rank: int, n: int, numel: int, dtype: torch.dtype, op:
     has_root = verb in ("reduce", "broadcast", "gather", "scatter")
     whole_in = verb in ("reduce_scatter_single", "all_to_all_single", "scatter")
     whole_out = verb in ("all_gather_single", "all_to_all_single", "gather")
-    input = guarded(given_by(rank, n, numel * (n if whole_in else 1), dtype, op)).flat
+    input = guarded(contribution(rank, n, numel * (n if whole_in else 1), dtype, op)).flat
     output = torch.empty(numel * (n if whole_out else 1), dtype=dtype)
     if verb == "broadcast":
         output = input
@@ -61,21 +61,18 @@ def collective(verb: str, rank: int, n: int, numel: int, dtype: torch.dtype, op:
     )
 
 
-given_by = lru_cache(maxsize=256)(contribution)  # the same for every algorithm; nobody writes into it
-
-
 @lru_cache(maxsize=256)
 def expected(verb: str, rank: int, n: int, numel: int, dtype: torch.dtype, op: ReduceOp, root: int) -> torch.Tensor:
     """What the output must be."""
-    whole = verb in ("reduce_scatter_single", "all_to_all_single", "scatter")
-    inputs = [given_by(r, n, numel * (n if whole else 1), dtype, op) for r in range(n)]
+    whole = numel * (n if verb in ("reduce_scatter_single", "all_to_all_single", "scatter") else 1)
     mine = slice(rank * numel, (rank + 1) * numel)
     if verb in REDUCE_VERBS:
-        if op is ReduceOp.PREMUL_SUM:
-            total = reduced(inputs, ReduceOp.SUM) * torch.tensor(PREMUL).to(dtype)
+        if op is ReduceOp.PREMUL_SUM:  # by the same factor on all ranks
+            result = total(n, whole, dtype, ReduceOp.SUM) * torch.tensor(PREMUL).to(dtype)
         else:
-            total = reduced(inputs, op)
-        return total[mine] if verb == "reduce_scatter_single" else total
+            result = total(n, whole, dtype, op)
+        return result[mine] if verb == "reduce_scatter_single" else result
+    inputs = [contribution(r, n, whole, dtype, op) for r in range(n)]
     if verb == "broadcast":
         return inputs[root]
     if verb == "scatter":
