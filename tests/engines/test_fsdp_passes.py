@@ -26,6 +26,7 @@ def passes_job(rank: int) -> None:
         dropped,
         dataclasses_come_out,
         shared,
+        changed_in_place,
     ):
         torch.manual_seed(3)
         check(rank)
@@ -71,6 +72,37 @@ def shared(rank: int) -> None:
         assert list(found) == names and found["0.0" if "0.0" in names else ""] == ["0.0.weight", "0.0.bias"], found
         fsdp(inputs).sum().backward()
         expected = [p.grad.reshape(-1) for _, p in alone.named_parameters(remove_duplicate=False)]
+        torch.testing.assert_close(whole_gradient(fsdp), torch.cat(expected))
+
+
+class Viewed(nn.Module):
+    """A unit that gives back a view of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
+def changed_in_place(rank: int) -> None:
+    """What a unit gives, a view as a linear layer's of more than two dimensions is, is changed by the next layer."""
+    layers = [nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), Viewed(), Doubles(), nn.Linear(6, 6), Doubles()]
+    alone, inputs = nn.Sequential(*layers), torch.randn(2, 3, 6)
+    for wrap in (nn.Linear, (nn.Linear, Viewed, Doubles)):
+        fsdp = pycomm.FullyShardedDataParallel(copy.deepcopy(alone), wrap=wrap)
+        for _ in range(2):
+            alone.zero_grad()
+            alone(inputs).square().sum().backward()
+            fsdp.zero_grad()
+            fsdp(inputs).square().sum().backward()
+        expected = [(p.grad if p.requires_grad else torch.zeros_like(p)).reshape(-1) for p in alone.parameters()]
         torch.testing.assert_close(whole_gradient(fsdp), torch.cat(expected))
 
 

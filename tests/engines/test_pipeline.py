@@ -94,6 +94,13 @@ class Twice(nn.Module):
         return self.linear(x) + functional.linear(x.sin(), self.linear.weight)
 
 
+class Doubles(nn.Module):
+    """Works in place, as ``nn.ReLU(inplace=True)`` does, though not the same if it is done again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
 class Shift(nn.Module):
     """Whole numbers to whole numbers: there is no gradient to give back."""
 
@@ -106,6 +113,8 @@ def small_layers(case: str) -> list[nn.Module]:
     torch.manual_seed(3)
     inner = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)]
     layers = [nn.Embedding(11, 6), *inner, Twice(), nn.Linear(6, 11, bias=False)]
+    if case == "in place":  # wherever the model is cut
+        layers = [nn.Embedding(11, 6), *(nn.Sequential(Doubles(), each[0]) for each in inner), Doubles(), layers[-1]]
     if case.startswith("tied"):
         layers[-1].weight = layers[0].weight
     frozen = {"tied and frozen": [layers[0]], "frozen first": layers[:1], "frozen stage": layers[:6],
@@ -161,12 +170,15 @@ def loss_of_words(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def gradients_job(rank: int) -> None:
     cases = ("plain", "tied", "tied and frozen", "frozen first", "frozen stage", "frozen last", "biases alone",
-             "computed weights", "replaced forward", "hooks", "whole numbers")  # fmt: skip
+             "computed weights", "replaced forward", "hooks", "whole numbers", "in place")  # fmt: skip
     for case in cases:
         split = [1, 8] if case == "whole numbers" else [5, 3]
         for schedule, options in (("one_f_one_b", {"split": split}), ("zero_bubble", {"split": split}), ("zbv", {})):
             mistakes = gradient_mistakes(case, steps=2, schedule=schedule, **options)
             assert mistakes == {}, (case, schedule)
+    for schedule in SCHEDULES.names():
+        mistakes = gradient_mistakes("in place", schedule=schedule, is_checkpointed=True)
+        assert mistakes == {}, (schedule, "in place, checkpointed")
     for schedule in ("one_f_one_b", "zero_bubble"):
         for is_checkpointed in (False, True):
             with torch.autocast("cpu", torch.bfloat16):

@@ -89,7 +89,9 @@ class Passes:
             unit.module.register_forward_pre_hook(
                 partial(self._before_forward, unit.index), prepend=True, with_kwargs=True
             )
-            unit.module.register_forward_hook(partial(self._after_forward, unit.index), always_call=True)
+            unit.module.register_forward_hook(
+                partial(self._after_forward, unit.index), always_call=True, with_kwargs=True
+            )
             for flat in unit.trained:
                 for slot in flat.slots:
                     arrived = partial(self._arrived, unit, flat, slot)
@@ -136,16 +138,15 @@ class Passes:
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._layout.precision.param_dtype) if tensor.is_floating_point() else tensor
 
-    def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _after_forward(self, index: int, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Called also if the forward pass raised."""
         unit = self.units[index]
         if not (unit.has_begun and _is_inside_backward()):
             unit.show(False)
         if torch.is_grad_enabled():
             hook = partial(self._before_backward, index)
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            for tensor in _awaited(output, (args, kwargs)):
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if _is_inside_backward():
             return
         unit.end = self._tick()
@@ -381,6 +382,25 @@ class Passes:
 
 def _named(group: pycomm.Group, lacking: Sequence[str]) -> list[str]:
     return [f"rank {group.rank} of group {group.name}: {', '.join(lacking[:_NAMED])}"] if lacking else []
+
+
+def _awaited(output: Any, inputs: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors whose gradients say that the backward pass has come to a module with this ``output``.
+
+    Of a view also what it is a view of, if that arose in the module: once the view has been changed in place, as by
+    ``nn.ReLU(inplace=True)`` behind a linear layer, autograd comes by no other way.
+    """
+    given: set[int] | None = None
+    for tensor in _tensors(output):
+        if not tensor.requires_grad:
+            continue
+        yield tensor
+        base = tensor._base
+        if base is not None and base.requires_grad:
+            if given is None:
+                given = {id(each if each._base is None else each._base) for each in _tensors(inputs)}
+            if id(base) not in given:
+                yield base
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,21 @@ class _Held(NamedTuple):
 
     inputs: torch.Tensor
     output: torch.Tensor | None  # of the last stage: the loss; None if it requires no gradient
+
+
+class _Entry(torch.autograd.Function):
+    """A stage's input as its layers see it: no leaf, so that the first of them may work in place as in one process.
+
+    ``detach`` shares the count of changes: autograd still raises if they touch what the stage before has saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 class Stage:
@@ -62,9 +77,10 @@ class Stage:
         if self.index > 0:
             inputs = inputs.detach().requires_grad_(inputs.is_floating_point())
         if self._is_checkpointed and torch.is_grad_enabled():
-            output = checkpoint(self.module, inputs, use_reentrant=False)
+            # Of a copy: what a layer changes in place would be changed already when it is computed again.
+            output = checkpoint(lambda kept: self.module(kept.clone()), inputs, use_reentrant=False)
         else:
-            output = self.module(inputs)
+            output = self.module(_Entry.apply(inputs) if self.index > 0 else inputs)  # type: ignore[no-untyped-call]
         result: torch.Tensor = output.detach()
         if self._loss is not None and target is not None:
             output = self._loss(output, target) * share

@@ -133,7 +133,7 @@ class _Linear(torch.autograd.Function):
             output = functional.linear(inputs, *used)
         ctx.save_for_backward(inputs.to(output.dtype) if used.weight.requires_grad else None)
         ctx.used, ctx.deferred = used, deferred
-        return output
+        return output.detach()  # linear's own may be a view, as which the next layer could not change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
