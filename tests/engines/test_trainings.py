@@ -1,13 +1,18 @@
-"""Random models trained at random (``trainings.py``, which also runs by itself, at length)."""
+"""Random models trained at random (``trainings.py`` and ``pipelines.py``, which also run by themselves, at length)."""
 
 from __future__ import annotations
 
 import pytest
 
-from engines import trainings
+from engines import pipelines, trainings
 from harness import run_ranks
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "shm"), (3, "shm"), (4, "mixed")])
-def test_random_trainings_equal_one_process(ranks: int, transport: str) -> None:
-    run_ranks(ranks, trainings.trainings, range(1000 * ranks, 1000 * ranks + 30), transport=transport)
+@pytest.mark.parametrize(("ranks", "transport", "number"), [(2, "shm", 30), (3, "shm", 30), (4, "mixed", 15)])
+def test_random_trainings_equal_one_process(ranks: int, transport: str, number: int) -> None:
+    run_ranks(ranks, trainings.trainings, range(1000 * ranks, 1000 * ranks + number), transport=transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_pipelines_equal_one_process(ranks: int) -> None:
+    run_ranks(ranks, pipelines.pipelines, range(1000 * ranks, 1000 * ranks + 20))

@@ -15,7 +15,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,10 +253,11 @@ def trainings(rank: int, seeds: Sequence[int]) -> None:
         Training(seed, rank, pycomm.world_size()).run()
 
 
-def main() -> None:
+def main(about: str | None, job: Callable[[int, Sequence[int]], None]) -> None:
+    """The command line of a file whose ``job`` runs a rank's part of some trainings."""
     from harness import run_ranks
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 24))
@@ -266,11 +267,11 @@ def main() -> None:
     begin = time.monotonic()
     seeds = range(options.seed, options.seed + options.trainings)
     print(f"seeds {seeds.start} to {seeds.stop - 1}", end=" ", flush=True)
-    run_ranks(options.ranks, trainings, seeds, transport=options.transport)
+    run_ranks(options.ranks, job, seeds, transport=options.transport)
     print(f"{time.monotonic() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
     import engines.trainings  # so that the ranks find this module by its name
 
-    engines.trainings.main()
+    main(__doc__, engines.trainings.trainings)
