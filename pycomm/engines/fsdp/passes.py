@@ -396,7 +396,7 @@ def _awaited(output: Any, inputs: Any) -> Iterator[torch.Tensor]:
             continue
         yield tensor
         base = tensor._base
-        if base is not None and base.requires_grad:
+        if base is not None and base.grad_fn is not None:  # a leaf's view autograd lets nobody change
             if given is None:
                 given = {id(each if each._base is None else each._base) for each in _tensors(inputs)}
             if id(base) not in given:
