@@ -19,8 +19,10 @@ __all__ = [
     "OPTIMIZERS",
     "STEPS",
     "Branches",
+    "Doubles",
     "PlainAttention",
     "PlainMLP",
+    "Twice",
     "batches",
     "loss_of",
     "make",
@@ -35,6 +37,24 @@ ROWS = 12  # of a whole batch: 2, 3 and 4 ranks divide it
 # Of relative_error. Sums in another order: a few units in the last place a step, which AdamW's division by sqrt(v)
 # enlarges.
 BOUND = {torch.float32: 2e-4, torch.bfloat16: 0.06}
+
+
+class Doubles(nn.Module):
+    """Works in place, as ``nn.ReLU(inplace=True)`` does, though not the same if it is done again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
+class Twice(nn.Module):
+    """Uses the weight of a linear layer beside the layer too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + functional.linear(x.sin(), self.linear.weight)
 
 
 class Attention(nn.Module):

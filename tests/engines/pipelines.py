@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import pycomm
 from engines import trainings
+from engines.cases import Doubles, Twice
 from pycomm.engines.pipeline.schedules import SCHEDULES
 
 WORDS, OUTPUTS = 11, 3
@@ -42,17 +43,6 @@ class Apply(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
-
-
-class Twice(nn.Module):
-    """Uses the weight of a linear layer beside the layer too."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + functional.linear(x.sin(), self.linear.weight)
 
 
 class Residual(nn.Module):
@@ -103,7 +93,7 @@ def build(seed: int) -> tuple[list[nn.Module], int | None]:
             plain.append(nn.Linear(width, width, bias=dice.random() < 0.7))
             layers.append(nn.Sequential(plain[-1], nn.Tanh()))
         elif kind == "in place":
-            changes = nn.ReLU(inplace=True) if dice.random() < 0.5 else Apply(lambda x: x.mul_(1.5))
+            changes = nn.ReLU(inplace=True) if dice.random() < 0.5 else Doubles()
             layers += [nn.Linear(width, width), changes, nn.Linear(width, width)]
         elif kind == "other width":
             before, width = width, dice.choice([2, 4, 6])
@@ -119,10 +109,6 @@ def build(seed: int) -> tuple[list[nn.Module], int | None]:
     for parameter in nn.Sequential(*layers[:-1]).parameters():
         parameter.requires_grad_(dice.random() < 0.85)
     return [layer.double() for layer in layers], takes
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return functional.mse_loss(output, target)
 
 
 # -- a training --------------------------------------------------------------------------------------------------------
@@ -151,13 +137,17 @@ class Training:
             self.options["stages_per_rank"] = dice.randint(1, MOST_STAGES)
         self.microbatches = dice.choice([1, 2, 3]) * ranks if is_interleaved else dice.choice([1, 2, 3, 4, 6])
         self.pipeline = pycomm.Pipeline(
-            layers, loss_of, self.microbatches, mesh.group("pp"), data_group=mesh.group("dp"), **self.options
+            layers,
+            functional.mse_loss,
+            self.microbatches,
+            mesh.group("pp"),
+            data_group=mesh.group("dp"),
+            **self.options,
         )
         placement = self.pipeline.schedule.placement
         self.is_first, self.is_last = (self.pipeline.group.rank == placement[at] for at in (0, -1))
-        own = list(self.pipeline.parameters())
-        self.optimizer = torch.optim.SGD(own, lr=0.05, momentum=0.9) if own else None
-        self.alone_optimizer = torch.optim.SGD(self.alone.parameters(), lr=0.05, momentum=0.9)
+        models = [list(model.parameters()) for model in (self.pipeline, self.alone)]
+        self.optimizers = [torch.optim.SGD(each, lr=0.05, momentum=0.9) for each in models if each]
 
     def run(self) -> None:
         for number in range(self.dice.randint(2, 4)):
@@ -186,17 +176,16 @@ class Training:
 
     def step(self, batch: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], given: Sequence[Any]) -> None:
         zero = self.dice.choice(["none", "zeros", None])
-        for optimizer in (self.optimizer, self.alone_optimizer):
-            if optimizer is not None and zero is not None:
+        if zero is not None:
+            for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=zero == "none")
         expected = self.loss_alone(mine)
-        loss_of(self.alone(batch[0]), batch[1]).backward()
+        functional.mse_loss(self.alone(batch[0]), batch[1]).backward()
         self.compare(self.pipeline.step(*given), expected, "loss")
         for name, parameter in self.pipeline.named_parameters():
             self.compare(parameter.grad, self.names[name].grad, f"{name}.grad")
-        for optimizer in (self.optimizer, self.alone_optimizer):
-            if optimizer is not None:
-                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         for name, parameter in self.pipeline.named_parameters():
             self.compare(parameter.detach(), self.names[name].detach(), name)
 
@@ -211,7 +200,7 @@ class Training:
 
     @torch.no_grad()
     def loss_alone(self, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-        return loss_of(self.alone(batch[0]), batch[1])
+        return functional.mse_loss(self.alone(batch[0]), batch[1])
 
     def compare(self, found: torch.Tensor | None, expected: torch.Tensor | None, name: str) -> None:
         """None and zeros are alike as gradients: a stage does not know of the others' ways."""

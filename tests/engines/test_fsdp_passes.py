@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import pycomm
-from engines.cases import batches, loss_of, make
+from engines.cases import Doubles, batches, loss_of, make
 from engines.fsdp_cases import STRATEGIES, whole_gradient
 from harness import run_ranks
 
@@ -84,11 +84,6 @@ class Viewed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
-
-
-class Doubles(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(2)
 
 
 def changed_in_place(rank: int) -> None:

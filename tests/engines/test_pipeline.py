@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 import pycomm
-from engines.cases import LAYERED, OPTIMIZERS, batches, make, relative_error, train_alone
+from engines.cases import LAYERED, OPTIMIZERS, Doubles, Twice, batches, make, relative_error, train_alone
 from harness import run_ranks
 from pycomm.engines.pipeline.schedules import SCHEDULES
 from pycomm.engines.pipeline.simulate import simulate
@@ -83,24 +83,6 @@ def test_equals_one_process(world_size: int) -> None:
 # -- the gradients of models that are not plainly trained ------------------------------------------------------------
 
 
-class Twice(nn.Module):
-    """Uses the weight of a linear layer beside the layer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + functional.linear(x.sin(), self.linear.weight)
-
-
-class Doubles(nn.Module):
-    """Works in place, as ``nn.ReLU(inplace=True)`` does, though not the same if it is done again."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(2)
-
-
 class Shift(nn.Module):
     """Whole numbers to whole numbers: there is no gradient to give back."""
 
@@ -112,7 +94,7 @@ def small_layers(case: str) -> list[nn.Module]:
     """Returns eight layers, equal each time, changed as ``case`` says."""
     torch.manual_seed(3)
     inner = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)]
-    layers = [nn.Embedding(11, 6), *inner, Twice(), nn.Linear(6, 11, bias=False)]
+    layers = [nn.Embedding(11, 6), *inner, Twice(6), nn.Linear(6, 11, bias=False)]
     if case == "in place":  # wherever the model is cut
         layers = [nn.Embedding(11, 6), *(nn.Sequential(Doubles(), each[0]) for each in inner), Doubles(), layers[-1]]
     if case.startswith("tied"):

@@ -390,17 +390,13 @@ def _awaited(output: Any, inputs: Any) -> Iterator[torch.Tensor]:
     Of a view also what it is a view of, if that arose in the module: once the view has been changed in place, as by
     ``nn.ReLU(inplace=True)`` behind a linear layer, autograd comes by no other way.
     """
-    given: set[int] | None = None
-    for tensor in _tensors(output):
-        if not tensor.requires_grad:
-            continue
-        yield tensor
-        base = tensor._base
-        if base is not None and base.grad_fn is not None:  # a leaf's view autograd lets nobody change
-            if given is None:
-                given = {id(each if each._base is None else each._base) for each in _tensors(inputs)}
-            if id(base) not in given:
-                yield base
+    found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    yield from found
+    bases = {id(tensor._base): tensor._base for tensor in found if tensor._base is not None}
+    if bases:
+        given = {id(each if each._base is None else each._base) for each in _tensors(inputs)}
+        # A leaf's view autograd lets nobody change; and a hook on a leaf would stay for good.
+        yield from (base for number, base in bases.items() if number not in given and base.grad_fn is not None)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
