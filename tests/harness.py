@@ -39,6 +39,7 @@ from mpi_harness import mpirun, outcome_of, run_in_world, run_once
 from pycomm.monitor.watch import own_board
 from pycomm.transport import TRANSPORTS
 from pycomm.transport.local import LocalWorld
+from warm_python import PRELOAD
 
 __all__ = [
     "RanksFailed",
@@ -61,30 +62,13 @@ _GRACE_S = 300.0  # for the other ranks, once one has died or failed, and for al
 _INIT_S = 600.0  # at least, for ranks to come together, however short the deadline of what they do then
 _DUMP_S = 60.0
 _BEGUN = b"begun"  # what a rank sends first
-_PRELOAD = [  # what ranks, or the modules of their functions, import otherwise each for itself
-    "torch",
-    "torch._dynamo",  # the first optimizer of a process loads it, for seconds
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "numpy",
-    "pytest",
-    "hypothesis",
-    "pycomm.collectives.init",
-    "pycomm.collectives.rendezvous",
-    "pycomm.collectives.verbs",
-    "pycomm.compression",
-    "pycomm.engines",
-    "pycomm.fault",
-    *(f"pycomm.transport.{name}" for name in ("shm", "torch", "mixed")),
-    "harness",
-]
 
 
 @cache
 def server() -> ForkServerContext:
     """Returns what forks ranks from a process that has loaded all they need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     with pytest.MonkeyPatch.context() as patch:  # which is all that it knows of our sys.path
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()
@@ -398,7 +382,7 @@ def _run_mpi(
     world_size: int, fn: Any, args: Any, timeout_s: float, casualties: Collection[int]
 ) -> list[tuple[bool, Any]]:
     if not casualties:
-        return run_in_world(world_size, fn, args, timeout_s, server())
+        return run_in_world(world_size, fn, args, timeout_s)
     # MPICH's launcher lets the other ranks live when one has *exited*; when one was killed it ends them all.
-    outcomes = run_once(world_size, fn, args, timeout_s, server(), ["-disable-auto-cleanup"])
+    outcomes = run_once(world_size, fn, args, timeout_s, ["-disable-auto-cleanup"])
     return [(is_ok, each if is_ok else each.replace("no result", _DIED)) for is_ok, each in outcomes]

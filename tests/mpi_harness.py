@@ -3,9 +3,7 @@
 A world waits, blocked, for the next function; the harness writes a line into each rank's pipe, a rank a line into the
 common one once its outcome is written. A world in which anything went wrong is ended and not used again.
 
-Ranks are forked from the server that the ranks of other transports come from, for torch takes a process three seconds
-to import. What mpirun starts is ``mpi_stub.py``: it hands its environment and its connection to the launcher over to
-the forked process and stands for it from then on. Under another launcher than MPICH's they are mpirun's own processes.
+What mpirun starts is a warm Python (warm_python.py), which has torch and pycomm loaded.
 """
 
 from __future__ import annotations
@@ -14,30 +12,26 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
-import json
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
-from functools import cache
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from warm_python import warm_python
 
 Outcome = tuple[bool, Any]  # a result, or the text of what went wrong
 
 _GRACE_S = 300.0  # for the other ranks, once one has died or failed, and for all of them to end
 _START_S = 600.0
-_STUB = Path(__file__).with_name("mpi_stub.py")
 _worlds: dict[int, MpiWorld] = {}
 
 
@@ -47,17 +41,9 @@ def mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-@cache
-def _is_hydra() -> bool:
-    """Whether ranks reach the launcher by a file that they can hand on, as MPICH's do."""
-    command = mpirun()
-    assert command is not None, "mpirun is not installed: pip install 'pycomm[mpich]'"
-    return "HYDRA" in subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
-
-
-def run_in_world(world_size: int, fn: Any, args: Any, timeout_s: float, server: ForkServerContext) -> list[Outcome]:
-    """Runs ``fn`` on every rank of a world that stays, started if there is none, its ranks forked by ``server``."""
-    world = _worlds.pop(world_size, None) or MpiWorld(world_size, server, stays=True)
+def run_in_world(world_size: int, fn: Any, args: Any, timeout_s: float) -> list[Outcome]:
+    """Runs ``fn`` on every rank of a world that stays, started if there is none."""
+    world = _worlds.pop(world_size, None) or MpiWorld(world_size, stays=True)
     outcomes = world.run(fn, args, timeout_s)
     if all(is_ok for is_ok, _ in outcomes):
         _worlds[world_size] = world
@@ -66,11 +52,9 @@ def run_in_world(world_size: int, fn: Any, args: Any, timeout_s: float, server: 
     return outcomes
 
 
-def run_once(
-    world_size: int, fn: Any, args: Any, timeout_s: float, server: ForkServerContext, options: Collection[str]
-) -> list[Outcome]:
+def run_once(world_size: int, fn: Any, args: Any, timeout_s: float, options: Collection[str]) -> list[Outcome]:
     """The same in a world of its own, whose ranks end by themselves."""
-    world = MpiWorld(world_size, server, options=options)
+    world = MpiWorld(world_size, options=options)
     try:
         return world.run(fn, args, timeout_s)
     finally:
@@ -86,13 +70,7 @@ def _end_all() -> None:
 class MpiWorld:
     """An mpirun whose ranks run one function after the other (``stays``), or one only."""
 
-    def __init__(
-        self,
-        world_size: int,
-        server: ForkServerContext,
-        stays: bool = False,
-        options: Collection[str] = (),
-    ) -> None:
+    def __init__(self, world_size: int, stays: bool = False, options: Collection[str] = ()) -> None:
         command = mpirun()
         assert command is not None, "mpirun is not installed: pip install 'pycomm[mpich]'"
         self._size, self._stays, self._number, self._is_well = world_size, stays, 0, True
@@ -103,13 +81,10 @@ class MpiWorld:
         # Open for both, so that neither opening nor writing waits for a rank that may never come.
         self._done = os.open(self._folder / "done", os.O_RDWR)
         self._calls = [os.open(self._folder / f"calls{rank}", os.O_RDWR) for rank in range(world_size)]
-        # Without site-packages: the stub needs none.
-        ranks = [sys.executable, "-IS", str(_STUB)] if _is_hydra() else [sys.executable, __file__]
-        for rank in range(world_size) if _is_hydra() else ():
-            server.Process(target=_forked_main, args=(self._folder, rank), name=f"rank {rank}", daemon=True).start()
+        ranks = [warm_python(), __file__, str(self._folder)]
         with (self._folder / "output").open("w") as output:
             self._process = subprocess.Popen(
-                [command, *options, "-n", str(world_size), *ranks, str(self._folder)],
+                [command, *options, "-n", str(world_size), *ranks],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -207,33 +182,6 @@ def outcome_of(body: Callable[[], Any]) -> bytes:
         return pickle.dumps((True, body()))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
-
-
-def _forked_main(folder: Path, rank: int) -> None:
-    """A rank in a process that mpirun did not start: takes the place of the stub that did."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folder / f"partial-rank{rank}"))
-        listener.listen()
-        (folder / f"partial-rank{rank}").rename(folder / f"rank{rank}")  # now it can be connected to
-        stub, _ = listener.accept()
-    _, fds, _, _ = socket.recv_fds(stub, 1, 4)
-    with stub.makefile("rb") as lines:
-        environ = json.loads(lines.readline())
-    os.environ.clear()
-    os.environ.update(environ)
-    for target, fd in enumerate(fds[:3]):
-        os.dup2(fd, target)
-    os.environ["PMI_FD"] = str(fds[3])
-    threading.Thread(target=_end_with, args=(stub,), daemon=True).start()
-    _rank_main(folder)
-    atexit._run_exitfuncs()  # a forked process leaves without; MPI has to be finalized
-    stub.sendall(b"well")
-
-
-def _end_with(stub: socket.socket) -> None:
-    """Ends this process when mpirun ends the stub."""
-    stub.recv(1)
-    os._exit(1)
 
 
 def _rank_main(folder: Path) -> None:

@@ -15,12 +15,13 @@ import torch
 import pycomm
 from harness import is_in_a_call, run_ranks, transport_params, wait_until
 from pycomm.collectives.board import boards
+from warm_python import warm_python
 
 PROCESSES = [param for param in transport_params() if param.values[0] not in ("local", "mpi")]
 
 
-def doctor() -> str:
-    command = [sys.executable, "-m", "pycomm", "doctor", "--jobs", "--pid", str(os.getpid())]
+def doctor(python: str) -> str:
+    command = [python, "-m", "pycomm", "doctor", "--jobs", "--pid", str(os.getpid())]
     environ = {**os.environ, "COLUMNS": "250"}
     return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environ).stdout
 
@@ -30,7 +31,7 @@ def late_in_my_function(folder: Path) -> None:
     wait_until((folder / "go").exists)
 
 
-def hang(rank: int, path: str) -> str:
+def hang(rank: int, path: str, python: str) -> str:
     """Rank 2 does not come; rank 0 asks another process why. Then rank 1 is killed, and it asks again."""
     folder = Path(path)
     pids = torch.zeros(3, dtype=torch.int64)
@@ -45,9 +46,9 @@ def hang(rank: int, path: str) -> str:
     if rank == 0:
         wait_until(lambda: is_in_a_call() and (folder / "waits").exists() and (folder / "late").exists())
         time.sleep(1.2)  # the doctor takes no notice of calls of less than a second
-        said = doctor()
+        said = doctor(python)
         os.kill(int(pids[1]), signal.SIGKILL)
-        said += doctor()
+        said += doctor(python)
         (folder / "go").touch()
     try:
         work.wait()
@@ -58,7 +59,7 @@ def hang(rank: int, path: str) -> str:
 
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_a_hung_job_is_diagnosed_from_outside_and_after_a_kill(tmp_path: Path, transport: str) -> None:
-    said, _, late = run_ranks(3, hang, str(tmp_path), transport=transport, casualties=[1])
+    said, _, late = run_ranks(3, hang, str(tmp_path), warm_python(), transport=transport, casualties=[1])
     assert "never entered all_reduce #" in said and "late_in_my_function" in said, said
     assert "test_doctor.py" in said and "rank 2 (pid" in said
     assert "is dead; it ended in all_reduce #" in said
@@ -94,14 +95,14 @@ def test_a_disagreement_that_was_handled_is_no_later_verdict(tmp_path: Path, tra
     assert "Verdict: rank 1 (pid" in last and "is stopped" in last, "and not what the others were told before"
 
 
-def look_by_top(rank: int, path: str) -> list[str]:
+def look_by_top(rank: int, path: str, python: str) -> list[str]:
     """Rank 0 waits in a call for rank 1, and looks at both by a pipe: picture below picture."""
     seen: list[str] = []
     if rank == 1:
         wait_until((Path(path) / "seen").exists)
     work = pycomm.all_reduce(torch.ones(4), async_op=True)
     if rank == 0:
-        command = [sys.executable, "-m", "pycomm", "top", "--every", "0.3", "--pid", str(os.getpid())]
+        command = [python, "-m", "pycomm", "top", "--every", "0.3", "--pid", str(os.getpid())]
         environ = {**os.environ, "COLUMNS": "60", "PYTHONFAULTHANDLER": "1"}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as top:
             assert top.stdout is not None
@@ -119,7 +120,7 @@ def look_by_top(rank: int, path: str) -> list[str]:
 
 
 def test_top_prints_into_a_pipe_and_counts_a_call_that_is_under_way(tmp_path: Path) -> None:
-    seen, _ = run_ranks(2, look_by_top, str(tmp_path))
+    seen, _ = run_ranks(2, look_by_top, str(tmp_path), warm_python())
     rows = [line.split() for line in seen if line.startswith("0 ")]
     assert all("100%" in row for row in rows[1:]) and max(len(line.rstrip()) for line in seen[2:]) <= 60, seen
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from harness import descendants, wait_until
+from warm_python import warm_python
 
 JOBS = Path(__file__).parent / "jobs"
 BIN = Path(sys.executable).parent
@@ -27,6 +28,11 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_"
 MPIRUN = str(BIN / "mpirun") if (BIN / "mpirun").exists() else shutil.which("mpirun")
 HAS_MPI = MPIRUN is not None and importlib.util.find_spec("mpi4py") is not None
 needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="mpirun or mpi4py is not installed: pip install 'pycomm[mpich]'")
+
+
+def pycomm_run(ranks: int) -> list[str]:
+    """A launcher and ranks that need not import torch first; what tests how they start has Python's own."""
+    return [warm_python(), "-m", "pycomm", "run", "-n", str(ranks)]
 
 
 def start(command: list[str], timeout_s: float = 900, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +93,7 @@ def check(found: list[dict[str, Any]], world_size: int, transports: list[str]) -
 @pytest.mark.mpi
 def test_mpi_between_hosts() -> None:
     """mpirun's ranks, on two hosts as they believe: shared memory inside, MPI between."""
-    done = start([str(MPIRUN), "-n", "4", sys.executable, str(JOBS / "mixed_mpi.py")])
+    done = start([str(MPIRUN), "-n", "4", warm_python(), str(JOBS / "mixed_mpi.py")])
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     expected = [f"rank {rank}: mixed/shm/mpi {'-' if rank % 2 else 'mpi'}" for rank in range(4)]
     found = re.findall(r"rank \d: \S+ (?:mpi|-)", done.stdout)  # lines of several ranks may run together
@@ -102,7 +108,7 @@ def test_plain_python_is_a_world_of_one() -> None:
 def test_pycomm_run(tmp_path: Path) -> None:
     """Two ranks; init, finalize and init again, on other transports. No file is left behind."""
     done = start(
-        [sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "reduce.py"), "auto", "torch", "torch", "shm"],
+        [str(BIN / "pycomm"), "run", "-n", "2", str(JOBS / "reduce.py"), "auto", "torch", "torch", "shm"],
         PYCOMM_LOG="info",
         TMPDIR=str(tmp_path),
     )
@@ -118,7 +124,7 @@ def test_pycomm_run(tmp_path: Path) -> None:
 
 def test_pycomm_run_of_a_module_with_three_ranks_beside_torch_distributed() -> None:
     path = os.pathsep.join([str(JOBS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [str(BIN / "pycomm"), "run", "-n", "3", "-m", "jobs.torch_groups"]
+    command = [*pycomm_run(3), "-m", "jobs.torch_groups"]
     done = start(command, PYTHONPATH=path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("right") == 3
@@ -172,7 +178,7 @@ def test_mpirun_with_master_addr() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(MPIRUN), "-n", "3", sys.executable, str(JOBS / "reduce.py"), "auto"]
+    command = [str(MPIRUN), "-n", "3", warm_python(), str(JOBS / "reduce.py"), "auto"]
     check(reports(start(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))), 3, ["shm"])
 
 
@@ -180,21 +186,21 @@ def test_mpirun_with_master_addr() -> None:
 @pytest.mark.mpi
 def test_a_rank_that_raises_ends_an_mpi_job() -> None:
     """Under plain python the others would wait for it in MPI_Finalize for ever."""
-    done = start([str(MPIRUN), "-n", "2", sys.executable, str(JOBS / "fail.py"), "raise", "mpi"])
+    done = start([str(MPIRUN), "-n", "2", warm_python(), str(JOBS / "fail.py"), "raise", "mpi"])
     assert done.returncode != 0
     assert "ValueError: rank with a bug" in done.stderr
 
 
 @pytest.mark.parametrize(("how", "exit_code", "words"), [("exit", 7, "exit code 7"), ("kill", 137, "SIGKILL")])
 def test_exit_code_is_that_of_the_rank_that_failed(how: str, exit_code: int, words: str) -> None:
-    done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), how, "torch"])
+    done = start([*pycomm_run(2), str(JOBS / "fail.py"), how, "torch"])
     assert done.returncode == exit_code, done.stderr
     assert re.search(rf"pycomm run: rank 1 \(pid \d+\) .*{words}", done.stderr)
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
 def test_who_lost_a_rank_is_not_taken_for_the_first_to_fail(transport: str) -> None:
-    done = start([sys.executable, "-m", "pycomm", "run", "-n", "2", str(JOBS / "fail.py"), "lost", transport])
+    done = start([*pycomm_run(2), str(JOBS / "fail.py"), "lost", transport])
     assert "PeerLostError" in done.stderr and done.returncode == 7, done.stderr
     assert re.search(r"pycomm run: rank 1 \(pid \d+\) failed first, with exit code 7", done.stderr), done.stderr
 
@@ -252,7 +258,7 @@ def test_the_first_to_fail_is_named_only_where_it_can_be_told(
 
 def test_pycomm_run_restarts_the_ranks() -> None:
     """Two attempts lose a rank by SIGKILL; the third reduces, at a store that knows nothing of them."""
-    command = [sys.executable, "-m", "pycomm", "run", "-n", "2", "--max-restarts=2", "--monitor-interval=0.05"]
+    command = [*pycomm_run(2), "--max-restarts=2", "--monitor-interval=0.05"]
     done = start([*command, str(JOBS / "fail.py"), "twice", "torch"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("attempt 2: right") == 2, done.stdout
@@ -265,7 +271,7 @@ def test_transport_mpi_without_mpirun_says_how_to_start_it() -> None:
         "import torch, torch.distributed as dist; from pycomm.transport import ConnectSpec, connect;"
         "connect('mpi', ConnectSpec(rank=1, world_size=2, store=dist.HashStore(), host_ids=('a', 'a'), timeout_s=5))"
     )
-    done = start([sys.executable, "-c", code])
+    done = start([warm_python(), "-c", code])
     assert done.returncode == 1
     assert "expected an MPI world of 2 ranks, got 1" in done.stderr
     assert "mpirun -n 2 python" in done.stderr
@@ -299,11 +305,11 @@ def test_the_examples_run_alike_under_every_launcher() -> None:
     """The same seeds, the same ranks, the same figures to the last digit."""
     job = str(JOBS / "examples.py")
     commands = [
-        [sys.executable, "-m", "pycomm", "run", "-n", "2", job],
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", job],
+        [*pycomm_run(2), job],
+        [warm_python(), "-m", "torch.distributed.run", "--nproc-per-node=2", job],
     ]
     if HAS_MPI:
-        commands.append([str(MPIRUN), "-n", "2", sys.executable, job])
+        commands.append([str(MPIRUN), "-n", "2", warm_python(), job])
     found = []
     for command in commands:
         done = start(command)
@@ -317,7 +323,7 @@ def test_the_examples_run_alike_under_every_launcher() -> None:
 def test_the_main_job_learns_the_digits() -> None:
     """The example that ``make run`` runs ends with its accuracy, equal ranks and a bandwidth table, and exit code 0."""
     example = Path(__file__).parents[2] / "examples" / "train_digits.py"
-    done = start([str(BIN / "pycomm"), "run", "-n", "2", str(example)])
+    done = start([*pycomm_run(2), str(example)])
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     accuracy = re.search(r"accuracy\D*([0-9.]+) ?%", done.stdout)
     assert accuracy is not None and float(accuracy[1]) >= 97, done.stdout
@@ -328,7 +334,7 @@ def test_the_main_job_learns_the_digits() -> None:
 def test_a_sharded_gpt_learns() -> None:
     """Its held-out loss is below what the bytes' frequencies alone give, the example's condition for exit code 0."""
     example = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-    done = start([str(BIN / "pycomm"), "run", "-n", "2", str(example), "--steps", "40"], COLUMNS="160")
+    done = start([*pycomm_run(2), str(example), "--steps", "40"], COLUMNS="160")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert (
         "full_shard over 2 ranks" in done.stdout and "reduce_scatter" in done.stdout and "held-out loss" in done.stdout

@@ -6,23 +6,23 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pycomm.launch.two_hosts import TwoHosts, unavailable
+from warm_python import warm_python
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-JOB = [sys.executable, str(Path(__file__).parent / "jobs" / "slow_link.py")]
+JOB = Path(__file__).parent / "jobs" / "slow_link.py"
 SAYS = r"everyone has entered all_reduce #\d+ on group 'world', but the link (0->1|1->0) moves ([\d.]+) MB/s"
 
 
 def test_a_slow_rank_and_a_slow_link_are_told_apart_and_the_verdict_has_the_links_rate() -> None:
     with TwoHosts(rate="1gbit") as hosts:
         environ = {**os.environ, "PYCOMM_HANG_S": "0.4"}
-        processes = hosts.start_job(JOB, (1, 1), environ, stdout=subprocess.PIPE, text=True)
+        processes = hosts.start_job([warm_python(), str(JOB)], (1, 1), environ, stdout=subprocess.PIPE, text=True)
         printed = [process.communicate(timeout=900)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), printed
     found = [json.loads(text.splitlines()[-1]) for text in printed]

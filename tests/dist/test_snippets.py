@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_launchers import JOBS, start
-from test_listening import PYCOMM_RUN
+from test_launchers import JOBS, pycomm_run, start
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "all_reduce.py"
@@ -14,7 +13,7 @@ EXAMPLE = ROOT / "examples" / "all_reduce.py"
 
 @pytest.mark.slow
 def test_the_snippets(tmp_path: Path) -> None:
-    done = start([*PYCOMM_RUN[:-1], "4", str(JOBS / "snippets.py"), str(tmp_path)])
+    done = start([*pycomm_run(4), str(JOBS / "snippets.py"), str(tmp_path)])
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     documents = [
         path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if "```python" in path.read_text()

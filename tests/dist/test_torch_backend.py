@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 from test_launchers import LAUNCHER_VARIABLES, MPIRUN, needs_mpi
 
+from warm_python import warm_python
+
 HERE = Path(__file__).parent
 SCRIPT = HERE / "jobs" / "torch_backend.py"
 
@@ -66,14 +68,14 @@ def reports(job: Job) -> tuple[dict[tuple[str, int], str | None], str]:
     """Runs ``job`` and returns what went wrong in each case on each rank, and what was printed besides."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     environ |= {"OMP_NUM_THREADS": "1", "CASES": " ".join(job.cases)} | dict(job.environ)
-    command = [sys.executable, str(SCRIPT), *job.modules]
+    command = [warm_python(), str(SCRIPT), *job.modules]
     if job.launcher == "mpirun":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
         command = [str(MPIRUN), "-n", str(job.ranks), *command]
     else:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
+        launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
         command = [*launcher, *command[1:]]
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, check=False

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pycomm.algorithms import tuned
 from pycomm.errors import ConfigError
+from warm_python import warm_python
 
 
 def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYCOMM_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pycomm", "tune", *arguments]
+    command = [warm_python(), "-m", "pycomm", "tune", *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900, check=False)
 
 

@@ -17,10 +17,11 @@ import pytest
 
 from pycomm.errors import ConfigError
 from pycomm.launch.two_hosts import TwoHosts, unavailable
+from warm_python import warm_python
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-JOB = [sys.executable, str(Path(__file__).parent / "jobs" / "hosts.py")]
+JOBS = Path(__file__).parent / "jobs"
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "two_hosts.py"
 
 
@@ -53,7 +54,7 @@ def reports(ended: list[tuple[int, str]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 2)])
 def test_ranks_on_two_hosts(hosts: TwoHosts, ranks: tuple[int, int]) -> None:
-    found = reports(run(hosts, JOB, ranks))
+    found = reports(run(hosts, [warm_python(), str(JOBS / "hosts.py")], ranks))
     first, whole = list(range(ranks[0])), list(range(sum(ranks)))
     for report in found:
         assert report["transport"] == "mixed"
@@ -66,7 +67,7 @@ def test_ranks_on_two_hosts(hosts: TwoHosts, ranks: tuple[int, int]) -> None:
 
 
 def test_a_death_reaches_every_rank(hosts: TwoHosts) -> None:
-    *others, (code, printed) = run(hosts, [*JOB, "die"], (2, 2))
+    *others, (code, printed) = run(hosts, [warm_python(), str(JOBS / "hosts.py"), "die"], (2, 2))
     assert code == 9, printed
     assert [report["rank"] for report in reports(others)] == [0, 1, 2]
 
@@ -76,7 +77,7 @@ def test_who_leaves_takes_nothing_along(transport: str, monkeypatch: pytest.Monk
     """What TCP has taken from a rank that is done arrives, however slow the cable; only what it never sent is lost."""
     monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
     with TwoHosts(rate="10mbit") as slow:
-        reports(run(slow, [sys.executable, str(Path(__file__).parent / "jobs" / "leave_early.py")], (2, 2)))
+        reports(run(slow, [warm_python(), str(JOBS / "leave_early.py")], (2, 2)))
 
 
 @pytest.mark.parametrize("congestion", ["cubic", "reno"])
@@ -112,13 +113,13 @@ def test_exit_codes(hosts: TwoHosts) -> None:
 
 def test_the_benchmark_runs_a_command_on_both() -> None:
     script = "import os, socket; os.environ['GROUP_RANK'] == socket.gethostname()[-1] or os._exit(3)"
-    command = [sys.executable, str(BENCHMARK), "--rate", "100mbit", "--", sys.executable, "-c", script]
+    command = [warm_python(), str(BENCHMARK), "--rate", "100mbit", "--", sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_benchmark_puts_plain_tcp_beside_pycomm() -> None:
-    command = [sys.executable, str(BENCHMARK), "--rate", "1gbit", "--sizes", "64KiB", "--rounds", "1", "--turn-s", "0"]
+    command = [warm_python(), str(BENCHMARK), "--rate", "1gbit", "--sizes", "64KiB", "--rounds", "1", "--turn-s", "0"]
     done = subprocess.run([*command, "--against", "tcp"], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pycomm / tcp" in done.stdout and "64 KiB" in done.stdout

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from laws import MPI, TRANSPORTS
 
 from mpi_harness import mpirun
+from warm_python import warm_python
 
 # What a pair of ranks does (exits.py) and the statuses with which they end.
 WAYS = {"dropped": (0, 0), "exit": (3, 3), "raise": (0, 1), "alone": (0, 0), "thread": (0, 0), "stream": (0, 0)}
@@ -19,7 +19,7 @@ JOB = Path(__file__).with_name("exits.py")
 
 def run(transport: str, folder: Path, ways: dict[str, tuple[int, int]]) -> None:
     done = subprocess.run(
-        [sys.executable, str(JOB), transport, str(folder), *ways], capture_output=True, text=True, timeout=1500
+        [warm_python(), str(JOB), transport, str(folder), *ways], capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stderr
     lines = (line.rsplit(maxsplit=3) for line in done.stdout.splitlines())
@@ -43,7 +43,7 @@ def test_a_call_that_a_peer_never_makes_is_broken_off(transport: str, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", MPI)
 def test_a_call_that_a_peer_never_makes_is_broken_off_under_mpirun(transport: str, tmp_path: Path) -> None:
-    command = [str(mpirun()), "-n", "2", sys.executable, str(JOB), transport, str(tmp_path), STUCK[0]]
+    command = [str(mpirun()), "-n", "2", warm_python(), str(JOB), transport, str(tmp_path), STUCK[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert (tmp_path / f"{STUCK[0]}: broken off").exists()

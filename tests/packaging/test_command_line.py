@@ -11,10 +11,11 @@ import pytest
 
 from pycomm.cli.__main__ import commands, main
 from pycomm.errors import ConfigError
+from warm_python import warm_python
 
 
 def pycomm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pycomm", *arguments]
+    command = [warm_python(), "-m", "pycomm", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 

@@ -17,6 +17,7 @@ from pycomm.cli.bench import main, parse
 from pycomm.cli.bench.job import JobFailedError, SpawnedJob
 from pycomm.cli.bench.peers import KEEP_MEMORY, MAKE_PEERS, PEERS, missing_peers, peer_names
 from pycomm.errors import ConfigError
+from warm_python import warm_python
 
 
 def test_defaults_are_two_places_and_the_powers_of_four() -> None:
@@ -119,7 +120,7 @@ def test_a_job_that_dies_while_starting_is_reported_with_its_last_words() -> Non
 def test_ctrl_c_ends_every_job(tmp_path: Path) -> None:
     """The ranks are in process groups of their own, so that only the conductor sees the signal, and must end them."""
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "pycomm",
         "bench",
@@ -154,7 +155,7 @@ def _processes_with(argument: str) -> list[int]:
 def test_a_real_run_beside_gloo_and_a_checkout(tmp_path: Path) -> None:
     checkout = f"{Path(sys.modules['pycomm'].__file__ or '').parents[1]}/"
     lines_path = tmp_path / "lines.json"
-    command = [sys.executable, "-m", "pycomm", "bench", "all_reduce", "-n", "2", "--max-bytes", "64KiB"]
+    command = [warm_python(), "-m", "pycomm", "bench", "all_reduce", "-n", "2", "--max-bytes", "64KiB"]
     command += ["--step-factor", "16", "--rounds", "2", "--round-ms", "2", "--against", f"gloo,impi,{checkout}"]
     command += ["--json", str(lines_path), "--peers-dir", str(tmp_path / "none")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
@@ -170,7 +171,7 @@ def test_a_real_run_beside_gloo_and_a_checkout(tmp_path: Path) -> None:
 
 
 def test_the_facts_inside_a_launcher_are_of_the_machine_not_of_the_core_of_a_rank(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pycomm", "run", "-n", "2", "-m", "pycomm", "bench", "all_reduce"]
+    command = [warm_python(), "-m", "pycomm", "run", "-n", "2", "-m", "pycomm", "bench", "all_reduce"]
     command += ["--max-bytes", "4B", "--rounds", "1", "--round-ms", "1", "--json", str(tmp_path / "lines.json")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr

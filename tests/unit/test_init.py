@@ -21,6 +21,7 @@ from pycomm.algorithms.tables import Table
 from pycomm.collectives.exchange import exchange_hosts
 from pycomm.transport import Patience
 from pycomm.transport.local import LocalWorld
+from warm_python import warm_python
 
 TABLE = load_table("")
 LAUNCHERS = (
@@ -221,7 +222,7 @@ def test_joins_an_initialized_torch_distributed() -> None:
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([warm_python(), "-c", code, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     for process in ranks:

@@ -1,0 +1,54 @@
+"""What is started where a warm Python is asked for: ``warm_stub.py SOCKET ARGUMENT...``. See warm_python.py.
+
+Hands its arguments, environment, folder and open files over to the process that takes its place, passes signals on to
+that, and ends as that ends. It runs without site-packages, and imports next to nothing.
+"""
+
+import marshal
+import os
+import signal
+import socket
+import sys
+import time
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
+
+
+def main(path: str, arguments: list[str]) -> int:
+    """Returns the exit code, or minus the signal that ended the other process."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # by which MPICH's launcher tells of a rank that has died
+    while not os.path.exists(path):  # it is still importing
+        time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as server:
+        files = [int(name) for name in os.listdir("/proc/self/fd")]
+        files = [fd for fd in files if fd != server.fileno() and is_handed_on(fd)]
+        server.connect(path)
+        request = marshal.dumps((arguments, os.getcwd(), dict(os.environb), files))
+        socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
+        server.sendall(request)
+        pid = int.from_bytes(server.recv(8, socket.MSG_WAITALL), "big")
+        for number in PASSED_ON if pid else ():
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        for fd in files:
+            os.close(fd)  # whoever waits for the end of a pipe waits for the other process's alone
+        status = server.recv(8, socket.MSG_WAITALL)
+    return int.from_bytes(status, "big", signed=True) if status else 1  # nobody is there who would know
+
+
+def is_handed_on(fd: int) -> bool:
+    """Whether a program that is started gets this file; False for that of the list, closed by now."""
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    if sys.argv[2] not in ("-c", "-m", "-u", "-P") and sys.argv[2].startswith("-"):  # how it is to start matters
+        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+    code = main(sys.argv[1], sys.argv[2:])
+    if code < 0:
+        if -code in PASSED_ON:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
