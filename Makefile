@@ -12,9 +12,9 @@ bin    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of containers set it; each of hundreds of processes would then compile the tests' modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
-# Most tests wait more than they compute, so four workers share two cores; a file is one worker's. WORKERS= for none.
+# Many tests wait more than they compute, so three workers share two cores; a file is one worker's. WORKERS= for none.
 # What fails is shown when it does: of a run that is broken off there is nothing else.
-WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder --instafail
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder --instafail
 alone = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 native_sources := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 

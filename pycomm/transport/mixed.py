@@ -331,7 +331,7 @@ class MixedTransport(Transport):
         neighbours = [self._local[rank] for rank in ranks if rank in self._local]
         outer = self.outer
         assert isinstance(outer, WatchedTransport), "gloo or MPI"
-        look = partial(outer.look_at_makers, ranks, look)  # while the ranks of this host wait for one another
+        look = partial(self._look_at_makers, outer, ranks, look)  # while the ranks of this host wait for one another
         try:
             with outer.crossings.making(self, ranks, key, look) as common_key:
                 return _join(
@@ -344,6 +344,16 @@ class MixedTransport(Transport):
                 with self.ending_both("new_group"):
                     raise
             raise
+
+    def _look_at_makers(self, outer: WatchedTransport, ranks: Sequence[int], look: Look | None) -> None:
+        """As ``WatchedTransport``'s, which looks at groups that cross by what has broken ``outer``.
+
+        If this group is broken inside its host alone, the other hosts know by what, and nothing else asks them.
+        """
+        failure = outer.watch.look(outer.calls) if self.is_broken and not outer.is_broken else None
+        if failure is not None:
+            outer.watch.declare(failure)
+        outer.look_at_makers(ranks, look)
 
     def close(self) -> None:
         self._arrivals.close()

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import dist_programs
 import losses
@@ -140,6 +141,27 @@ def test_who_makes_a_group_of_the_living_is_told_by_those_who_make_another(trans
     run_ranks(
         4, makes_a_group_of_the_living_before_it_is_told, others, transport=transport, casualties=[3], timeout_s=60
     )
+
+
+def hears_of_a_loss_only_inside_its_host(rank: int) -> None:
+    """Rank 3 sees that its neighbour has left; of the death on the other host it learns while it makes a group."""
+    transport: Any = pycomm.get_group().transport
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerLostError, match="rank 1") as caught:
+        if rank == 3:
+            with pytest.raises(pycomm.TransportError):
+                transport.inner.irecv(torch.ones(1), 0).wait()
+            assert transport.is_broken  # and most often what other hosts have said has not come to it
+            pycomm.new_group()
+        else:
+            pycomm.barrier()
+    assert caught.value.rank == 1
+    check_sum(pycomm.new_group([0, 2, 3]))
+
+
+def test_a_group_that_is_broken_inside_a_host_alone_is_told_what_broke_it_on_another() -> None:
+    run_ranks(4, hears_of_a_loss_only_inside_its_host, transport="mixed", casualties=[1], timeout_s=60)
 
 
 def have_counted_differently(rank: int) -> None:

@@ -8,11 +8,11 @@ from engines import pipelines, trainings
 from harness import run_ranks
 
 
-@pytest.mark.parametrize(("ranks", "transport", "number"), [(2, "shm", 30), (3, "shm", 30), (4, "mixed", 15)])
+@pytest.mark.parametrize(("ranks", "transport", "number"), [(2, "shm", 12), (3, "shm", 12), (4, "mixed", 8)])
 def test_random_trainings_equal_one_process(ranks: int, transport: str, number: int) -> None:
     run_ranks(ranks, trainings.trainings, range(1000 * ranks, 1000 * ranks + number), transport=transport)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_random_pipelines_equal_one_process(ranks: int) -> None:
-    run_ranks(ranks, pipelines.pipelines, range(1000 * ranks, 1000 * ranks + 20))
+    run_ranks(ranks, pipelines.pipelines, range(1000 * ranks, 1000 * ranks + 8))

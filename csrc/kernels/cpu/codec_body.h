@@ -3,7 +3,6 @@
 //   PYCOMM_VECTOR_BYTES  the width of a vector register
 // and set the target. It has no include guard on purpose, and includes only its own parts.
 
-#define PYCOMM_INLINE __attribute__((always_inline))  // for lambdas
 #include "quantize_body.h"
 #include "dequantize_body.h"
 #include "topk_body.h"
