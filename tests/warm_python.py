@@ -231,7 +231,7 @@ def run(arguments: list[str], path: list[str]) -> None:
         exec(compile(arguments[1], "<string>", "exec"), vars(main))
     else:
         sys.argv, sys.path = arguments, [str(Path(arguments[0]).resolve().parent), *path]
-        vars(main)["__file__"] = arguments[0]
+        vars(main)["__file__"] = os.path.abspath(arguments[0])
         exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), vars(main))
 
 
