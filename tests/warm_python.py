@@ -200,7 +200,7 @@ def enter_namespaces(libc: Any, stub: socket.socket) -> None:
 
 
 def read_environment() -> None:
-    """Does once more what Python and torch do by the environment when they are loaded."""
+    """Does once more what Python and torch do by the environment when they are loaded or first used."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -210,6 +210,7 @@ def read_environment() -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads else len(os.sched_getaffinity(0)))
     dist.set_debug_level_from_env()
+    tempfile.tempdir = None
     random.seed()  # forked processes would all have one sequence
     np.random.seed()
 

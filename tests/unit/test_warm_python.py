@@ -24,7 +24,7 @@ def run(python: str, *arguments: str, **options: Any) -> tuple[int, str]:
     "arguments",
     [
         ["-c", "import os, sys; print(__name__, sys.argv, sys.path[0], os.getcwd(), os.environ['WORD'])", "a", "-b"],
-        ["-c", "import sys; print(input()); sys.exit(7)"],
+        ["-c", "import sys, tempfile; print(input(), tempfile.gettempdir()); sys.exit(7)"],
         ["-c", "import atexit; atexit.register(print, 'at the end'); raise ValueError"],
         ["-c", "import os, signal; print('begun', flush=True); os.kill(os.getpid(), signal.SIGKILL)"],
         ["-u", "-m", "json.tool"],
@@ -35,7 +35,7 @@ def run(python: str, *arguments: str, **options: Any) -> tuple[int, str]:
 def test_a_program_runs_and_ends_as_under_python(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import neighbour, sys\nprint(neighbour.WORD, sys.argv, __file__, __name__)\n")
     (tmp_path / "neighbour.py").write_text("WORD = 'imported'\n")
-    options = {"cwd": tmp_path, "env": {**os.environ, "WORD": "word"}, "input": '{"a": 1}\n'}
+    options = {"cwd": tmp_path, "env": {**os.environ, "WORD": "word", "TMPDIR": str(tmp_path)}, "input": '{"a": 1}\n'}
     assert run(warm_python(), *arguments, **options) == run(sys.executable, *arguments, **options)
 
 
