@@ -11,13 +11,17 @@ import socket
 import sys
 import time
 
+START_S = 600.0
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
 
 
 def main(path: str, arguments: list[str]) -> int:
     """Returns the exit code, or minus the signal that ended the other process."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # by which MPICH's launcher tells of a rank that has died
+    deadline = time.monotonic() + START_S
     while not os.path.exists(path):  # it is still importing
+        if time.monotonic() > deadline:
+            sys.exit(f"the server of warm_python.py has not come to {path} in {START_S:g} s")
         time.sleep(0.01)
     with socket.socket(socket.AF_UNIX) as server:
         files = [int(name) for name in os.listdir("/proc/self/fd")]
