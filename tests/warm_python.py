@@ -1,8 +1,8 @@
 """A Python that has torch and pycomm loaded already, for the jobs that tests start by the hundred.
 
 ``warm_python()`` is a program to be used in the place of ``sys.executable``: ``[warm_python(), "job.py", "2"]``, with
-``-m`` or ``-c``, under mpirun, by torchrun (PYTHON_EXEC), inside of namespaces. Importing torch takes a process more
-than a second, and is most of what such a job does.
+``-m`` or ``-c``, under mpirun, inside of namespaces; for what it starts it is ``sys.executable``. Importing torch takes
+a process more than a second, and is most of what such a job does.
 
 What is started is warm_stub.py: it hands all it was given over to a server, which has imported all this and forks. The
 child enters the stub's namespaces and takes over its arguments, environment, folder and files; it runs the program as
@@ -219,8 +219,8 @@ def run(arguments: list[str], path: list[str]) -> None:
     """Runs a program as ``python ARGUMENTS`` does; ``path`` is what such a process has in sys.path at first."""
     path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    while arguments[0] in ("-u", "-P"):
-        is_unbuffered |= arguments.pop(0) == "-u"
+    if arguments[0] == "-u":
+        is_unbuffered = bool(arguments.pop(0))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty(), write_through=is_unbuffered)  # type: ignore[union-attr]
     main = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -48,7 +48,7 @@ def is_handed_on(fd: int) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] not in ("-c", "-m", "-u", "-P") and sys.argv[2].startswith("-"):  # how it is to start matters
+    if sys.argv[2] not in ("-c", "-m", "-u") and sys.argv[2].startswith("-"):  # how it is to start matters
         os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
     code = main(sys.argv[1], sys.argv[2:])
     if code < 0:
