@@ -99,15 +99,19 @@ def check(engine: Engine, transport: Transport, algorithm: str, case: tuple[str,
 def cases_of(verb: str, n: int, turn: int | None) -> Iterator[tuple[str, int, torch.dtype, ReduceOp]]:
     """0, 1, a prime, one past a chunk, one past a segment, and over a MiB; then operators on a few types.
 
-    All of these operators, or, so that each meets some plans on every transport, the quarter that is on ``turn``.
+    All of these, or, so that each meets some plans on every transport, the half of the lengths and the quarter of the
+    operators that are on ``turn``.
     """
     segment = SEGMENT_BYTES // 4
     if verb == "barrier":
         yield verb, 0, torch.uint8, ReduceOp.SUM
         return
-    for numel in (0, 1, 7 * n + 1, 257, segment * n + 1):
-        yield verb, numel, torch.float32, ReduceOp.SUM
-    yield verb, LARGE_BYTES // (1 if verb in ("all_reduce", "broadcast", "reduce") else n), torch.uint8, ReduceOp.MAX
+    large = LARGE_BYTES // (1 if verb in ("all_reduce", "broadcast", "reduce") else n)
+    lengths: list[tuple[str, int, torch.dtype, ReduceOp]] = [
+        *((verb, numel, torch.float32, ReduceOp.SUM) for numel in (0, 7 * n + 1, 1, 257, segment * n + 1)),
+        (verb, large, torch.uint8, ReduceOp.MAX),
+    ]
+    yield from lengths if turn is None else lengths[turn % 2 :: 2]
     if verb in REDUCE_VERBS:
         of_turn = OPERATORS if turn is None else OPERATORS[turn % 4 :: 4]
         yield from ((verb, 13, dtype, op) for dtype, op in of_turn)

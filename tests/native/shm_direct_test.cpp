@@ -61,34 +61,32 @@ constexpr std::size_t kNumel = 40'000;
 void move_all(int rank, Group& world, const std::string& what) {
   std::vector<float> data = input_of(rank, kNumel), all;
   world.broadcast(data.data(), call_of(Verb::kBroadcast, kNumel, 1));
-  expect(data == input_of(1, kNumel), "broadcast, " + what);
+  expect(same(data, input_of(1, kNumel)), "broadcast, " + what);
   std::vector<float> gathered(static_cast<std::size_t>(world.ranks()) * kNumel);
   world.all_gather(gathered.data(), input_of(rank, kNumel).data(), call_of(Verb::kAllGather, kNumel));
-  for (int r = 0; r < world.ranks(); ++r) {
-    const std::vector<float> its = input_of(r, kNumel);
-    all.insert(all.end(), its.begin(), its.end());
-  }
-  expect(gathered == all, "all_gather, " + what);
+  for (int r = 0; r < world.ranks(); ++r) all.insert(all.end(), values_of(r), values_of(r) + kNumel);
+  expect(same(gathered, all), "all_gather, " + what);
   const std::size_t n = static_cast<std::size_t>(world.ranks());
   std::vector<float> blocks(n * kNumel), part(kNumel);
   std::vector<void*> outputs;
   std::vector<const void*> parts;
   for (std::size_t r = 0; r < n && rank == 1; ++r) outputs.push_back(blocks.data() + r * kNumel), parts.push_back(all.data() + r * kNumel);
   world.gather(outputs.data(), input_of(rank, kNumel).data(), call_of(Verb::kGather, kNumel, 1));
-  expect(blocks == (rank == 1 ? all : std::vector<float>(n * kNumel)), "gather, " + what);
+  expect(same(blocks, rank == 1 ? all : std::vector<float>(n * kNumel)), "gather, " + what);
   world.scatter(part.data(), parts.data(), call_of(Verb::kScatter, kNumel, 1));
-  expect(part == input_of(rank, kNumel), "scatter, " + what);
+  expect(same(part, input_of(rank, kNumel)), "scatter, " + what);
   std::vector<std::size_t> sends, takes;  // uneven
   std::vector<float> input, expected;
   for (int r = 0; r < world.ranks(); ++r) {
     sends.push_back(kNumel + static_cast<std::size_t>(10 * rank + r));
     takes.push_back(kNumel + static_cast<std::size_t>(10 * r + rank));
-    for (std::size_t i = 0; i < sends.back(); ++i) input.push_back(value(rank, i + static_cast<std::size_t>(r)));
-    for (std::size_t i = 0; i < takes.back(); ++i) expected.push_back(value(r, i + static_cast<std::size_t>(rank)));
+    const float *const mine = values_of(rank, static_cast<std::size_t>(r)), *const its = values_of(r, static_cast<std::size_t>(rank));
+    input.insert(input.end(), mine, mine + sends.back());
+    expected.insert(expected.end(), its, its + takes.back());
   }
   std::vector<float> output(expected.size());
   world.all_to_all(output.data(), input.data(), takes.data(), sends.data(), call_of(Verb::kAllToAll, 0));
-  expect(output == expected, "all_to_all, " + what);
+  expect(same(output, expected), "all_to_all, " + what);
 }
 
 void read_directly() {
@@ -182,12 +180,12 @@ void exchange_offers(int rank, Group& group, const std::string& what) {
   std::vector<float> got(kOffered), other(kOffered);
   const Sent receive = start_receive(group, got, 1), send = start_send(group, data, 1);
   box.wait(send, kPatienceNs), box.wait(receive, kPatienceNs);
-  expect(got == expected, "an exchange, " + what);
+  expect(same(got, expected), "an exchange, " + what);
   const Sent later = start_receive(group, got, 3), first = start_send(group, data, 2), second = start_send(group, data, 3);
   box.wait(later, kPatienceNs);
   box.wait(start_receive(group, other, 2), kPatienceNs);
   box.wait(first, kPatienceNs), box.wait(second, kPatienceNs);
-  expect(got == expected && other == expected, "one that is set aside, " + what);
+  expect(same(got, expected) && same(other, expected), "one that is set aside, " + what);
   std::vector<float> shorter(kOffered - 1, -1.0f);
   const Sent wrong = start_receive(group, shorter, 4), sent = start_send(group, data, 4);
   expect_throw<Mismatch>("an offer of another length, " + what, [&] { box.wait(wrong, kPatienceNs); });
@@ -228,7 +226,7 @@ void withdraw_offers() {
     has_sent = true;
     if (rank == 0) expect(reads == before, "it went through the channel");
     group.mailbox().wait(receive, kPatienceNs);
-    expect(got == input_of(1 - rank, kOffered), "and is whole");
+    expect(same(got, input_of(1 - rank, kOffered)), "and is whole");
     group.barrier(0);
   });
 }

@@ -32,7 +32,7 @@ void around_the_end(int rank, Group& group) {
     sent.push_back(input_of(rank, i * 517 + (i == 50 ? 300'000 : 0)));
     sends.push_back(group.mailbox().send(sent[i].data(), sent[i].size() * sizeof(float), to, 1));
   }
-  for (std::size_t i = 0; i < 60; ++i) expect(receive(group, sent[i].size(), from, 1) == input_of(from, sent[i].size()), "a message in order");
+  for (std::size_t i = 0; i < 60; ++i) expect(same(receive(group, sent[i].size(), from, 1), input_of(from, sent[i].size())), "a message in order");
   for (const auto& message : sends) group.mailbox().wait(message, kTimeoutNs);
 }
 
@@ -42,7 +42,7 @@ void by_tag(int rank, Group& group) {
   } else if (rank == 1) {
     for (int tag = 4; tag >= 0; --tag) {
       const std::size_t numel = 1000 + static_cast<std::size_t>(tag);
-      expect(receive(group, numel, 0, tag) == input_of(tag, numel), "a message by its tag");
+      expect(same(receive(group, numel, 0, tag), input_of(tag, numel)), "a message by its tag");
     }
   }
 }
@@ -53,7 +53,7 @@ void from_anyone(int rank, Group& group) {
   for (int i = 1; i < group.ranks(); ++i) {
     int source = -1;
     const std::vector<float> data = receive(group, 3000, -1, 9, &source);
-    expect(source > 0 && data == input_of(source, 3000), "a message from anyone names its sender");
+    expect(source > 0 && same(data, input_of(source, 3000)), "a message from anyone names its sender");
     if (source > 0) ++seen[static_cast<std::size_t>(source)];
   }
   for (int r = 1; r < group.ranks(); ++r) expect(seen[static_cast<std::size_t>(r)] == 1, "each sender once");
@@ -80,7 +80,7 @@ void of_wrong_length(int rank, Group& group) {
     const std::string text = expect_throw<Mismatch>("a wrong length", [&] { box.wait(box.receive(small.data(), 28, 0, 4), kTimeoutNs); });
     expect(contains(text, "size 0 4 28 20000"), "both lengths are named: " + text);
     expect(small == std::vector<float>(7, -1.0f), "no buffer was written");
-    expect(receive(group, 10, 0, 4) == input_of(0, 10), "the next message comes");
+    expect(same(receive(group, 10, 0, 4), input_of(0, 10)), "the next message comes");
   }
 }
 
@@ -89,7 +89,7 @@ void from_two_threads(int rank, Group& group) {
   const int peer = rank ^ 1;
   if (peer >= group.ranks()) return;
   std::thread second([&] {
-    for (int i = 0; i < 40; ++i) expect(receive(group, 2000, peer, 7) == input_of(peer, 2000), "received by a second thread");
+    for (int i = 0; i < 40; ++i) expect(same(receive(group, 2000, peer, 7), input_of(peer, 2000)), "received by a second thread");
   });
   for (int i = 0; i < 40; ++i) send(group, input_of(rank, 2000), peer, 7);
   second.join();
@@ -103,7 +103,7 @@ void by_the_helper(int rank, Group& group) {
   const auto message = box.send(data.data(), data.size() * sizeof(float), peer, 8);
   const struct timespec nap{0, 3'000'000};
   nanosleep(&nap, nullptr);
-  expect(receive(group, data.size(), from, 8) == input_of(from, data.size()), "a message that the helper moved");
+  expect(same(receive(group, data.size(), from, 8), input_of(from, data.size())), "a message that the helper moved");
   while (!box.test(message)) nanosleep(&nap, nullptr);
 }
 

@@ -79,11 +79,12 @@ struct Interrupt : std::runtime_error {
 };
 extern thread_local bool is_interrupted;
 
-// Input of rank `rank`: small integers, so that every sum is exact.
-inline float value(int rank, std::size_t i) { return static_cast<float>((static_cast<std::size_t>(rank) * 31 + i * 7) % 97); }
-std::vector<float> input_of(int rank, std::size_t numel);
-// Adds rank `rank`'s values from `start` on to `to (numel,)`, which the calling thread alone knows.
-void add_values(float* to, int rank, std::size_t start, std::size_t numel);
+// Rank `rank`'s input, and the sums of the first `ranks` ranks' inputs, from element `start` on: (kMostNumel,). Small
+// integers, so that every sum is exact.
+constexpr std::size_t kMostNumel = 1'100'000;
+const float* values_of(int rank, std::size_t start = 0);
+const float* sums_of(int ranks, std::size_t start = 0);
+inline std::vector<float> input_of(int rank, std::size_t numel) { return {values_of(rank), values_of(rank) + numel}; }
 // Whether two arrays have the same bytes; a sanitizer looks at each as a whole.
 inline bool same(const float* left, const float* right, std::size_t numel) {
   return numel == 0 || std::memcmp(left, right, numel * sizeof(float)) == 0;
