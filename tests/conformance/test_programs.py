@@ -40,7 +40,7 @@ def test_programs_of_items(transport: str) -> None:
     run_ranks(4 if transport == "mixed" else 3, *job, transport=transport)
 
 
-@pytest.mark.parametrize(("how", "transport"), zip(losses.HOW, ["mixed", "shm", "torch"], strict=True))
+@pytest.mark.parametrize(("how", "transport"), [*zip(losses.HOW, ["mixed", "shm", "torch"], strict=True)])
 def test_programs_of_items_go_on_without_a_rank_that_is_lost(how: str, transport: str) -> None:
     losses.run(4 if transport == "mixed" else 3, 15, transport, how, stream_programs.StreamProgram)
 
