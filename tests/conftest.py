@@ -39,7 +39,6 @@ LONGEST = (
     "test_build.py",
     "test_waits.py",
     "test_verbs.py",
-    "test_leaks.py",
     "test_compression.py",
 )
 

@@ -27,7 +27,8 @@ SANITIZERS = {
     # It does not know fences; the one that is there orders a store and a load, and publishes no data.
     "thread": ["-fsanitize=thread", "-O1", "-Wno-tsan"],
 }
-# A test's own loops, over what it expects, would take longer than what it tests.
+# A test's own loops, over what it expects, would take longer than what it tests. Of a function in a header the linker
+# takes the first copy: name what is tested before the test.
 _OF_TESTS = {"address": ["-fno-sanitize=undefined", "-O1"], "thread": []}
 
 Build = Callable[[str, str, Sequence[Path]], Path]
