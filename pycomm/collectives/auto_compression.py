@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..compression import Codec, Combine, Context, parse
-from ..compression.wrappers._base import Wrapper
 from .compressed import Squeezed
 from .compression_wire import CompressionReport
 
@@ -95,19 +94,25 @@ class AutoCompression:
     def run(
         self,
         call: Squeezed,
+        algorithm: str | None,
         wire: Wire,
         plain: Callable[[], None],
         squeezed: Callable[[str], CompressionReport],
+        is_carried: Callable[[str], bool],
     ) -> CompressionReport:
-        """Runs ``call`` by ``plain()``, or by ``squeezed(spec)`` where that was chosen; decides when it is time to."""
+        """Runs ``call`` by ``plain()``, or by ``squeezed(spec)`` where that was chosen; decides when it is time to.
+
+        ``is_carried(spec)`` says whether the ``algorithm`` that the caller asks for takes what that sends.
+        """
         assert call.collective.input is not None
         is_named = all(part.name is not None for part in call.parts)
-        key = (call.collective.verb, call.collective.input.numel(), call.collective.dtype, is_named)
+        key = (call.collective.verb, call.collective.input.numel(), call.collective.dtype, is_named, algorithm)
         kind = self._kinds.setdefault(key, _Kind())
         if kind.decision is None and call.collective.input.nbytes < MIN_BYTES:
             kind.decision = _decision(call, "none", f"it is below {MIN_BYTES} bytes, where latency counts")
         if kind.decision is None:
-            self._measure(kind, call, wire, plain, is_named)
+            specs = [each for each in (*STATELESS, *(STATEFUL if is_named else ())) if is_carried(each)]
+            self._measure(kind, call, wire, plain, specs)
             return CompressionReport()
         if kind.decision.chosen == "none":
             plain()
@@ -119,7 +124,9 @@ class AutoCompression:
                 _confirm(kind, wire)
         return report
 
-    def _measure(self, kind: _Kind, call: Squeezed, wire: Wire, plain: Callable[[], None], is_named: bool) -> None:
+    def _measure(
+        self, kind: _Kind, call: Squeezed, wire: Wire, plain: Callable[[], None], specs: Sequence[str]
+    ) -> None:
         source = call.collective.input
         assert source is not None
         is_last = len(kind.plain_s) + 1 == WARM_UP_CALLS
@@ -129,7 +136,6 @@ class AutoCompression:
         plain()
         kind.plain_s.append(time.perf_counter() - start_s)
         if sample is not None:
-            specs = (*STATELESS, *(STATEFUL if is_named else ()))
             mine = [min(kind.plain_s), _inside_time(call, wire)]
             for spec in specs:
                 mine += _codec_times(spec, sample)
@@ -148,7 +154,7 @@ def _decide(call: Squeezed, wire: Wire, specs: Sequence[str], times: list[float]
     candidates = []
     for index, spec in enumerate(specs):
         encode_s, decode_s = codecs[2 * index] * numel, codecs[2 * index + 1] * numel
-        codec = _codec(spec)
+        codec = parse(spec).codec
         share, codec_s = _cost(codec, call.collective.verb, numel, (local, peers), (encode_s, decode_s))
         share *= 4 / source.element_size()  # payloads are of float32
         took_s, computed_s = wire_s * share, inside_s + codec_s
@@ -157,6 +163,8 @@ def _decide(call: Squeezed, wire: Wire, specs: Sequence[str], times: list[float]
         else:
             predicted_s = took_s + computed_s
         candidates.append(Candidate(spec, codec_s, share, predicted_s))
+    if not candidates:
+        return _decision(call, "none", "the algorithm that is asked for has no plan of what compressors send", plain_s)
     best_s = min(each.predicted_s for each in candidates)
     if best_s > plain_s * (1 - MIN_GAIN):
         reason = f"the best compressor would take {best_s / plain_s:.0%} of its time; less than {MIN_GAIN:.0%} saved"
@@ -208,7 +216,7 @@ def _cost(
 
 def _codec_times(spec: str, sample: torch.Tensor) -> list[float]:
     """Returns the seconds, an element, that encoding and decoding take this rank."""
-    codec, numel = _codec(spec), sample.numel()
+    codec, numel = parse(spec).codec, sample.numel()
     payload = torch.zeros(codec.payload_numel(numel, _CONTEXT), dtype=codec.wire_dtype, device=sample.device)
     residual = torch.zeros_like(sample) if "+ef" in spec else None
     output = torch.zeros_like(sample)
@@ -245,15 +253,5 @@ def _fastest(action: Callable[[], None], device: torch.device, rounds: int = 3) 
 
 def _slowest(mine: list[float], wire: Wire) -> list[float]:
     """Returns, for each measurement, that of the slowest rank; the same on all ranks."""
-    told = torch.tensor(mine, dtype=torch.float64, device=wire.device)
-    everyone = torch.empty(len(mine) * wire.world_size, dtype=torch.float64, device=wire.device)
-    wire.all_gather(everyone, told)
-    slowest: list[float] = everyone.view(wire.world_size, -1).amax(0).tolist()
+    slowest: list[float] = wire.tell(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
     return slowest
-
-
-def _codec(spec: str) -> Codec:
-    compressor = parse(spec)
-    codec = compressor.inner if isinstance(compressor, Wrapper) else compressor
-    assert isinstance(codec, Codec), "candidates are codecs, or error feedback around one"
-    return codec

@@ -14,21 +14,21 @@ calling thread, the only one that uses the transport, exchanges segment s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 
 from ..algorithms.executor import Collective
-from ..compression import Combine, Compressor, Context, Message, Part
+from ..compression import Codec, Combine, Compressor, Context, Message, Part
 from ..errors import ConfigError
 from ..types import ReduceOp
 from .compression_chunks import Chunks, chunk_numel_of
 from .compression_hosts import BetweenHosts
 from .compression_wire import Wire
 
-__all__ = ["Squeezed", "agree", "check_call", "check_kind", "run", "why_not"]
+__all__ = ["Squeezed", "agree", "check_call", "check_kind", "payloads", "run", "why_not"]
 
 _VERBS = ("all_reduce", "reduce_scatter_single", "all_gather_single")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,6 +87,27 @@ def check_kind(
             )
 
 
+def payloads(call: Squeezed) -> Iterator[Collective]:
+    """Yields the collectives, of no elements, that carry ``call``: an algorithm that the caller names must have plans
+    of them."""
+    verb, routes = call.collective.verb, call.compressor.routes(call.parts)
+    for each, _ in routes:
+        codec = each.codec
+        verbs = _VERBS_OF[codec.combine]
+        if codec.combine is Combine.GATHER and codec.is_sparse:
+            verbs = (*verbs, "all_reduce")  # where the ranks' choices are nearly everything
+        if verb == "all_gather_single":
+            verbs = ("all_gather_single",)
+        elif verb == "reduce_scatter_single" and len(routes) == 1 and not each.needs_total:
+            verbs = ("reduce_scatter_single",) if _adds_up(codec) else ("all_to_all_single",)
+        for carrying in verbs:
+            op = ReduceOp.SUM if carrying in ("all_reduce", "reduce_scatter_single") else None
+            # Chunks are bytes; a sum of sparse choices is formed in float32.
+            dtype = codec.wire_dtype if op is None or codec.combine is Combine.SUM else torch.float32
+            payload = torch.empty(0, dtype=torch.uint8 if carrying == "all_to_all_single" else dtype)
+            yield Collective(verb=carrying, input=payload, output=payload, op=op)
+
+
 def agree(call: Squeezed, wire: Wire, seed: int, note: str = "") -> None:
     """Raises CollectiveMismatchError on every rank unless all make ``call``, with this ``seed``, another in each call,
     and this ``note``, what else they must agree on.
@@ -120,10 +141,20 @@ def _describe(call: Squeezed, seed: int) -> str:
     assert collective.input is not None
     op = "" if collective.op is None else f" {collective.op.name}"
     names = "" if call.parts[0].name is None else f" of {','.join(str(part.name) for part in call.parts)}"
+    shapes = f" shaped {[part.shape for part in call.parts]}" if call.compressor.sees_shapes else ""
+    of_parts: list[int] = []
+    for each, chosen in call.compressor.routes(call.parts):
+        of_parts += each.calls_of([call.parts[index] for index in chosen])
+    calls = f", calls {of_parts} of its parts" if of_parts else ""
     return (
-        f"{collective.verb}{op} of {collective.input.numel()} {collective.dtype}, compression {call.compressor.spec}, "
-        f"call {seed}{names}"
+        f"{collective.verb}{op} of {collective.input.numel()} {collective.dtype}{shapes}, "
+        f"compression {call.compressor.spec}, call {seed}{calls}{names}"
     )
+
+
+def _adds_up(codec: Codec) -> bool:
+    """Whether a part of the payloads' sum is that of a part of the input."""
+    return codec.is_elementwise and codec.combine is Combine.SUM
 
 
 # -- the verbs -----------------------------------------------------------------------------------------------------
@@ -181,7 +212,7 @@ def _reduce_scatter(
     if message is None:
         part.zero_()
         return
-    if message.codec.is_elementwise and message.codec.combine is Combine.SUM:
+    if _adds_up(message.codec):
         payload = _encoded(message, wire, context)
         mine = wire.workspace.take("mine", part.numel(), payload.dtype, payload.device)
         wire.reduce_scatter(mine, payload)
@@ -297,4 +328,9 @@ _EXCHANGES: dict[Combine, Callable[[Message, torch.Tensor, Wire, Context], None]
     Combine.SUM: _exchange_sum,
     Combine.GATHER: _exchange_gather,
     Combine.REQUANTIZE: _exchange_requantize,
+}
+_VERBS_OF = {
+    Combine.SUM: ("all_reduce",),
+    Combine.GATHER: ("all_gather_single",),
+    Combine.REQUANTIZE: ("all_to_all_single", "all_gather_single"),
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..algorithms.executor import Collective
+from ..algorithms.selection import Choice
 from ..errors import CollectiveMismatchError
 from ..transport.base import FIRST_OWN_TAG, Request
 from ..types import ReduceOp
@@ -123,7 +124,7 @@ class Wire:
     def all_reduce(self, flat: torch.Tensor) -> None:
         """``flat (numel,)`` becomes the sum over the ranks."""
         self.sent_bytes += 2 * flat.nbytes * (self.world_size - 1) // self.world_size
-        self._execute(Collective(verb="all_reduce", input=flat, output=flat, op=ReduceOp.SUM))
+        self._carry(Collective(verb="all_reduce", input=flat, output=flat, op=ReduceOp.SUM))
 
     def reduce_scatter(self, part: torch.Tensor, flat: torch.Tensor) -> None:
         """``part (numel,)`` = this rank's share of the sum of ``flat (world_size * numel,)``; it may be that part of
@@ -134,21 +135,21 @@ class Wire:
         is_own_part = part.data_ptr() == flat[self.rank * part.numel() :].data_ptr()
         if is_own_part and not self._scatters_in_place(collective):
             scratch = self.workspace.like("scattered", part)
-            self._execute(collective._replace(output=scratch))
+            self._carry(collective._replace(output=scratch))
             part.copy_(scratch)
         else:
-            self._execute(collective)
+            self._carry(collective)
 
     def all_gather(self, whole: torch.Tensor, flat: torch.Tensor) -> None:
         """``whole (world_size * numel,)`` = the ranks' ``flat (numel,)``."""
         self.sent_bytes += flat.nbytes * (self.world_size - 1)
-        self._execute(Collective(verb="all_gather_single", input=flat, output=whole))
+        self._carry(Collective(verb="all_gather_single", input=flat, output=whole))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Slot j of ``sent (world_size * numel,)`` goes to rank j; slot i of ``received`` came from rank i."""
         self.sent_bytes += sent.nbytes * (self.world_size - 1) // self.world_size
         splits = (sent.numel() // self.world_size,) * self.world_size
-        self._execute(
+        self._carry(
             Collective(verb="all_to_all_single", input=sent, output=received, input_splits=splits, output_splits=splits)
         )
 
@@ -174,12 +175,21 @@ class Wire:
         codec_ns = timer.encode_ns + timer.decode_ns - codec_ns
         timer.exchange_ns = exchanged_ns + time.perf_counter_ns() - start_ns - codec_ns
 
+    def tell(self, mine: torch.Tensor) -> torch.Tensor:
+        """Returns the ranks' ``mine (numel,)``, which says something of the call, on the CPU: ``(world_size, numel)``.
+
+        By no algorithm that the caller names: that is for payloads.
+        """
+        told = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype, device=self.device)
+        collective = Collective(verb="all_gather_single", input=mine.to(self.device), output=told)
+        self._execute(collective, self._group.engine.choose(collective))
+        return told.cpu().view(self.world_size, -1)
+
     def agree(self, description: str) -> None:
-        """Raises CollectiveMismatchError on every rank unless all of them pass the same ``description``."""
-        told = torch.empty(self.world_size * _AGREE_BYTES, dtype=torch.uint8, device=self.device)
-        mine = _record(description).to(self.device)
-        self._execute(Collective(verb="all_gather_single", input=mine, output=told))
-        rows = told.cpu().view(self.world_size, -1)
+        """Raises CollectiveMismatchError on every rank unless all of them pass the same ``description``, and name the
+        same algorithm."""
+        asked = "" if self._algorithm is None else f", algorithm {self._algorithm}"
+        rows = self.tell(_record(f"{description}{asked}"))
         if bool((rows == rows[0]).all()):
             for wire in (self, self.inside, self.between):
                 if wire is not None:
@@ -215,12 +225,15 @@ class Wire:
         transport, choice = self._group.transport, self._group.engine.choose(collective, self._algorithm)
         return transport.scatters_in_place and choice.plan is None
 
-    def _execute(self, collective: Collective) -> None:
-        start_ns = time.perf_counter_ns()
-        # A payload of no bytes is no message; the ranks agree on that, as sizes follow from their arguments.
+    def _carry(self, collective: Collective) -> None:
+        """Runs it as the caller asks, unless the payload has no bytes: on all ranks then, as their arguments agree."""
         if collective.input is not None and collective.input.numel():
-            engine, left_s = self._group.engine, max(self._deadline - time.monotonic(), 1e-3)
-            engine.run(collective, engine.choose(collective, self._algorithm), left_s, self._is_agreed)
+            self._execute(collective, self._group.engine.choose(collective, self._algorithm))
+
+    def _execute(self, collective: Collective, choice: Choice) -> None:
+        start_ns = time.perf_counter_ns()
+        left_s = max(self._deadline - time.monotonic(), 1e-3)
+        self._group.engine.run(collective, choice, left_s, self._is_agreed)
         self.timer.exchange_ns += time.perf_counter_ns() - start_ns
 
 

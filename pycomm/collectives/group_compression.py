@@ -12,7 +12,7 @@ import torch
 from ..algorithms.executor import Collective
 from ..compression import Compressor, Part, checked_spec, parse
 from ..compression.wrappers.error_feedback import ErrorFeedback
-from ..errors import CheckpointError, ConfigError, TransportError
+from ..errors import CheckpointError, ConfigError, PycommError, TransportError
 from ..types import ReduceOp
 from . import compressed
 from .auto_compression import STATEFUL, WARM_UP_CALLS, AutoCompression, AutoDecision
@@ -85,16 +85,20 @@ class GroupCompression:
     def prepare(self, call: Call) -> Callable[[float], CompressionReport] | None:
         """Checks ``call`` and returns what runs it within a timeout in seconds; None where "auto" never compresses.
 
-        Raises ConfigError.
+        Raises ConfigError, and PlanError for an ``algorithm`` that cannot carry what the compressor sends.
         """
         first, is_auto = call.collectives[0], call.compression == "auto"
         if is_auto and compressed.why_not(first.verb, first.dtype, first.op) is not None:
             return None
+        if is_auto:
+            self._group.engine.choose(first, call.algorithm)  # raises, as a plain call does
         compressor = self.compressor("none" if is_auto else call.compression)
         checked = compressed.check_call(call.verb, call.collectives, compressor, call.parts, call.name)
         is_split = self.is_between_hosts(checked, call.algorithm)
         if is_split:
             self._join_hosts()
+        else:
+            self._check_carried(checked, call.algorithm)
         run = self._run_auto if is_auto else self._run
         return lambda timeout_s: run(checked, call.algorithm, timeout_s, is_split)
 
@@ -114,6 +118,21 @@ class GroupCompression:
         if reason and algorithm == "hierarchical":
             raise ConfigError(f"algorithm 'hierarchical' with compression: {reason}; leave the algorithm to 'auto'")
         return not reason and len(hosts[0]) > 1
+
+    def _check_carried(self, call: compressed.Squeezed, algorithm: str | None) -> None:
+        """Raises ConfigError or PlanError unless ``algorithm`` serves what carries ``call``."""
+        algorithm = _of_payloads(call.collective.verb, algorithm)
+        if algorithm is not None:
+            for each in compressed.payloads(call):
+                self._group.engine.choose(each, algorithm)
+
+    def _is_carried(self, call: compressed.Squeezed, algorithm: str | None, spec: str) -> bool:
+        """Says whether ``algorithm`` serves what carries ``call`` if ``spec`` compresses it."""
+        try:
+            self._check_carried(call._replace(compressor=parse(spec)), algorithm)
+        except PycommError:
+            return False
+        return True
 
     def _join_hosts(self) -> None:
         """Makes the two groups that compression between hosts works on. Called by all ranks, in the caller's thread."""
@@ -165,9 +184,11 @@ class GroupCompression:
     ) -> CompressionReport:
         return self._auto.run(
             call,
-            self._wire(algorithm, timeout_s, is_split),
+            algorithm,
+            self._wire(call, algorithm, timeout_s, is_split),
             lambda: self._run_plain(call, algorithm, timeout_s, is_split),
             lambda spec: self._run(call._replace(compressor=self.compressor(spec)), algorithm, timeout_s, is_split),
+            lambda spec: is_split or self._is_carried(call, algorithm, spec),
         )
 
     def _run_plain(self, call: compressed.Squeezed, algorithm: str | None, timeout_s: float, is_split: bool) -> None:
@@ -185,7 +206,7 @@ class GroupCompression:
     ) -> CompressionReport:
         """Runs a checked call, in the thread whose turn it is; ``is_split``: compressing between hosts only."""
         start_ns = time.perf_counter_ns()
-        wire = self._wire(algorithm, timeout_s, is_split)
+        wire = self._wire(call, algorithm, timeout_s, is_split)
         source = call.collective.input
         assert source is not None, "checked before"
         exact = source.to(torch.float32, copy=True) if self.measure_error else None
@@ -210,14 +231,14 @@ class GroupCompression:
             wall_s=(time.perf_counter_ns() - start_ns) / 1e9,
         )
         if exact is not None:
-            error = _relative_error(call.collective, exact, self._wire(None, timeout_s))
+            error = _relative_error(call.collective, exact, self._wire(call, None, timeout_s))
             report = report._replace(relative_error=error)
         self.last, self.total = report, self.total.plus(report)
         return report
 
-    def _wire(self, algorithm: str | None, timeout_s: float, is_split: bool = False) -> Wire:
+    def _wire(self, call: compressed.Squeezed, algorithm: str | None, timeout_s: float, is_split: bool = False) -> Wire:
         tools = Tools(self._workspace, Timer(), self._pool)
-        wire = Wire(self._group, tools, None if algorithm == "hierarchical" else algorithm, timeout_s)
+        wire = Wire(self._group, tools, _of_payloads(call.collective.verb, algorithm), timeout_s)
         if is_split:
             assert self._hosts is not None, "made by prepare"
             wire.inside, wire.between = (Wire(group, tools, None, timeout_s) for group in self._hosts)
@@ -227,6 +248,14 @@ class GroupCompression:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="pycomm-codec")
         return self._executor
+
+
+def _of_payloads(verb: str, algorithm: str | None) -> str | None:
+    """Returns the algorithm that payloads go by where the caller asks for ``algorithm``; None: it is open.
+
+    For an all_reduce "hierarchical" says which links are compressed.
+    """
+    return None if algorithm == "auto" or (algorithm == "hierarchical" and verb == "all_reduce") else algorithm
 
 
 def _plain_bytes(collective: Collective, world_size: int) -> int:

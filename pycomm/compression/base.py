@@ -94,6 +94,7 @@ class Compressor(ABC):
     is_for_shards: bool = True  # ``begin`` treats every element alike, so that a host may add up before it
     is_for_gathers: bool = True  # may encode what is gathered and not summed
     is_for_feedback: bool = True  # what arrives and what it leaves in a residual are the input together
+    sees_shapes: bool = False  # what it makes of a tensor depends on its shape, so ranks must agree on that too
 
     @property
     def spec(self) -> str:
@@ -101,6 +102,11 @@ class Compressor(ABC):
         fields = [field for field in dataclasses.fields(self) if field.init and field.name != "inner"]  # type: ignore[arg-type]
         values = [f"{field.name}={_text(getattr(self, field.name))}" for field in fields]
         return f"{self.name}:{','.join(values)}" if values else self.name
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """What its payloads are made by."""
 
     def routes(self, parts: Sequence[Part]) -> list[tuple[Compressor, list[int]]]:
         """Returns who compresses which of the parts; by default this compressor, all of them together."""
@@ -110,6 +116,10 @@ class Compressor(ABC):
         """Raises ConfigError for parts that this compressor cannot take; called before a byte moves."""
         if self.is_stateful:
             check_named(parts, self.spec)
+
+    def calls_of(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """Returns how many calls ``parts`` have had, where that decides what is sent; the ranks compare it."""
+        return ()
 
     @abstractmethod
     def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
@@ -143,6 +153,11 @@ class Codec(Compressor):
     rounds: int = 1
     is_elementwise: bool = False  # payload[i] stands for flat[i] alone
     is_sparse: bool = False  # sends some elements exactly, and nothing of the others
+
+    @property
+    def codec(self) -> Codec:
+        """Itself."""
+        return self
 
     def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
         """Sends all of ``flat``."""

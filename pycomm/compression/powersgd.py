@@ -56,6 +56,7 @@ class PowerSGD(Codec):
     needs_total = True
     is_for_shards = False
     is_for_gathers = False
+    sees_shapes = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, int) and not isinstance(self.rank, bool) and self.rank >= 1):

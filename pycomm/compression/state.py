@@ -38,7 +38,7 @@ class NamedBuffers:
     def __init__(self, who: str) -> None:
         self._who = who
         self._views: dict[str, torch.Tensor] = {}
-        self._wholes: dict[tuple[str | None, ...], torch.Tensor] = {}
+        self._wholes: dict[tuple[str | None, ...], tuple[tuple[int, ...], torch.Tensor]] = {}  # parts' elements, all
 
     def get(self, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
         """Returns the buffer ``(numel,)`` of ``parts``, in their order, on the device of ``like``.
@@ -47,29 +47,34 @@ class NamedBuffers:
         for parts without a name, and for a part that has another number of elements than before.
         """
         key = tuple(part.name for part in parts)
-        whole = self._wholes.get(key)
-        if whole is None or whole.device != like.device or whole.numel() != like.numel():
+        numels = tuple(part.numel for part in parts)
+        laid_out, whole = self._wholes.get(key, ((), None))
+        if whole is None or laid_out != numels or whole.device != like.device:
             whole = self._lay_out(parts, like)
             self._wholes = {each: kept for each, kept in self._wholes.items() if not set(each) & set(key)}
-            self._wholes[key] = whole
+            self._wholes[key] = numels, whole
         return whole
 
     def _lay_out(self, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
-        check_named(parts, self._who)
+        self._check(parts)
         whole = torch.zeros(sum(part.numel for part in parts), dtype=torch.float32, device=like.device)
         for part, view in zip(parts, torch.split(whole, [part.numel for part in parts]), strict=True):
-            assert part.name is not None, "checked above"
             name, view = str(part.name), view[: _own_numel(part)]
             kept = self._views.get(name)
-            if kept is not None and kept.numel() != view.numel():
-                raise ConfigError(
-                    f"compression {self._who!r}: {name!r} has {view.numel()} elements, and had {kept.numel()} when "
-                    f"its state was made; use another name, or another compressor, for another tensor"
-                )
             if kept is not None:
                 view.copy_(kept)
             self._views[name] = view
         return whole
+
+    def _check(self, parts: Sequence[Part]) -> None:
+        check_named(parts, self._who)
+        for part in parts:
+            kept, numel = self._views.get(str(part.name)), _own_numel(part)
+            if kept is not None and kept.numel() != numel:
+                raise ConfigError(
+                    f"compression {self._who!r}: {str(part.name)!r} has {numel} elements, and had {kept.numel()} when "
+                    f"its state was made; use another name, or another compressor, for another tensor"
+                )
 
     def __contains__(self, name: object) -> bool:
         return name in self._views

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +10,7 @@ from cases import fingerprint
 
 import pycomm
 from harness import run_ranks, transport_params
-from pycomm import CollectiveMismatchError, ConfigError, ReduceOp, TransportError, compression
-from pycomm.algorithms.executor import Collective
-from pycomm.collectives import auto_compression, group_compression
-from pycomm.collectives.auto_compression import STATEFUL, STATELESS, WARM_UP_CALLS, _decide
-from pycomm.collectives.compressed import Squeezed
+from pycomm import CollectiveMismatchError, ConfigError, PlanError, ReduceOp, TransportError, compression
 from pycomm.collectives.context import resolve
 from pycomm.compression import CODECS, Combine, parse
 from pycomm.topology import Topology
@@ -135,6 +129,64 @@ def test_compressors_that_differ_are_told_on_every_rank(transport: str) -> None:
     told = run_ranks(3, disagree, transport=transport)
     assert told[0] == [text.replace("rank 1 of 3", "rank 0 of 3") for text in told[1]]
     assert all("format=int8" in texts[0] and "format=fp8_e4m3" in texts[0] for texts in told)
+
+
+def put_aside(compressor: compression.Compressor) -> list[torch.Tensor]:
+    """What a compressor keeps."""
+    return [each for kept in compressor.state_dict()["error_feedback"].values() for each in kept.values()]
+
+
+def ask_for_what_has_no_plan(rank: int) -> None:
+    world_size = pycomm.world_size()
+    whole, part = torch.ones(97 * world_size), torch.empty(97)
+    for verb, spec, algorithm in (
+        ("all_reduce", "int8", "recursive_doubling"),
+        ("all_reduce", "topk:0.1", "tree"),
+        ("reduce_scatter_single", "int8", "halving_doubling"),
+        ("reduce_scatter_single", "none", "recursive_doubling"),
+    ):
+        arguments = (whole,) if verb == "all_reduce" else (part, whole)
+        for is_async in (False, True):
+            compressor = compression.error_feedback(parse(spec))
+            options = {"compression": compressor, "name": "w", "algorithm": algorithm, "async_op": is_async}
+            with pytest.raises(PlanError, match=f"{algorithm} has no plan of"):
+                getattr(pycomm, verb)(*arguments, **options)
+            assert not put_aside(compressor), "nothing was taken of the input"
+    for algorithm in ("tree", "recursive_doubling", "double_binary_tree"):
+        tensor = torch.full((1000,), rank + 1.0)
+        pycomm.all_reduce(tensor, compression="bf16", algorithm=algorithm)
+        assert torch.equal(tensor, torch.full((1000,), world_size * (world_size + 1) / 2))
+
+
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_an_algorithm_that_cannot_carry_the_payloads_is_refused_before_anything_is_put_aside(transport: str) -> None:
+    run_ranks(3, ask_for_what_has_no_plan, transport=transport)
+
+
+def be_elsewhere(rank: int) -> None:
+    """Ranks whose calls are alike, and not what their compressors make of them."""
+    group = pycomm.get_group()
+    for spec, other in (("powersgd:1+ef", (1024,)), ("int8+ef+policy:min_numel=1", (1024,))):
+        compressor = parse(spec)
+        with pytest.raises(CollectiveMismatchError, match=r"shaped \[\(32, 32\)\].*shaped \[\(1024,\)\]"):
+            pycomm.all_reduce(torch.ones(other if rank else (32, 32)), compression=compressor, name="w")
+    for spec in ("int8+ef+every:2", "topk:0.1+dgc:warmup=3", "topk:0.1+dgc:warmup=3+policy:min_numel=1,min_dim=1"):
+        compressor = parse(spec)
+        pycomm.all_reduce(torch.ones(1000), compression=compressor, name="w")
+        if rank == 1:  # went on from a state of another step
+            compressor = parse(spec)
+        with pytest.raises(CollectiveMismatchError, match=r"calls \[1\] of its parts.*calls \[0\] of its parts"):
+            pycomm.all_reduce(torch.ones(1000), compression=compressor, name="w")
+    for algorithms in (("ring", None), ("ring", "direct")):
+        with pytest.raises(CollectiveMismatchError, match="algorithm ring"):
+            pycomm.all_reduce(torch.ones(1000), compression="int8", algorithm=algorithms[rank % 2])
+    pycomm.all_reduce(torch.ones(10), compression="int8", algorithm=("auto", None)[rank % 2])
+    pycomm.barrier(group)
+
+
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_ranks_that_would_send_different_payloads_are_told(transport: str) -> None:
+    run_ranks(2, be_elsewhere, transport=transport)
 
 
 def misuse(rank: int) -> None:
@@ -329,124 +381,3 @@ def ask_for_hosts(rank: int) -> None:
 
 def test_hierarchical_on_one_host_is_refused() -> None:
     run_ranks(2, ask_for_hosts, transport="shm")
-
-
-class Clock(threading.local):
-    """A clock of each thread's own, which stands still but for what it is told: a busy machine moves the real one."""
-
-    now_s = 0.0
-
-    def perf_counter(self) -> float:
-        self.now_s += 1e-6
-        return self.now_s
-
-    def perf_counter_ns(self) -> int:
-        return round(self.perf_counter() * 1e9)
-
-
-CLOCK = Clock()
-TIMED = (auto_compression, group_compression)
-
-
-def slow_link(rank: int, seconds_per_byte: float, seconds_per_payload: float) -> list[str]:
-    """auto on a link whose time is known: ordinary collectives cost one thing a byte, payloads may cost more."""
-    for module in TIMED:
-        vars(module)["time"] = CLOCK  # as the test has done for its own process
-    group = resolve(None)
-    run = group.engine.run
-
-    def delayed(call: Any, *arguments: Any) -> None:
-        if call.input is not None and call.input.numel() > 1000:
-            is_payload = call.input.dtype != torch.float32
-            CLOCK.now_s += call.input.nbytes * seconds_per_byte + seconds_per_payload * is_payload
-        run(call, *arguments)
-
-    group.engine.run = delayed
-    results = []
-    for step in range(WARM_UP_CALLS + 5):
-        tensor = torch.randn(200_000, generator=torch.Generator().manual_seed(rank + 10 * step))
-        pycomm.all_reduce(tensor, compression="auto")
-        results.append(str(fingerprint(tensor)))
-    small = torch.ones(10)
-    pycomm.all_reduce(small, compression="auto")
-    assert torch.equal(small, torch.full((10,), float(pycomm.world_size())))
-    return results + [str(decision) for decision in group.compression.decisions]
-
-
-@pytest.fixture
-def told_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in TIMED:
-        monkeypatch.setattr(module, "time", CLOCK)
-
-
-@pytest.mark.usefixtures("told_time")
-@pytest.mark.parametrize("transport", ["local", "torch"])
-def test_auto_compresses_where_the_link_is_slow(transport: str) -> None:
-    told = run_ranks(2, slow_link, 5e-7, 0.0, transport=transport)
-    assert told[0] == told[1]
-    assert ": int8, because it takes" in told[0][-2]
-    assert "pass name= to allow those with error feedback" in told[0][-2]
-    assert ": none, because it is below 65536 bytes" in told[0][-1]
-
-
-@pytest.mark.usefixtures("told_time")
-def test_auto_goes_back_to_none_where_a_prediction_was_wrong() -> None:
-    told = run_ranks(2, slow_link, 5e-7, 1.0, transport="local")
-    assert told[0] == told[1]
-    assert ": none, because int8 really took" in told[0][-2]
-
-
-def auto_of_what_no_compressor_takes(rank: int) -> None:
-    ranks = pycomm.world_size()
-    for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool):
-        tensor = torch.ones(30_000, dtype=dtype)
-        pycomm.all_reduce(tensor, compression="auto", name="w")
-        assert torch.equal(tensor, torch.full_like(tensor, ranks))
-        assert f"got {dtype}" in str(pycomm.explain("all_reduce", 30_000, dtype, compression="auto"))
-    tensor = torch.full((30_000,), rank + 0.1)
-    for _ in range(WARM_UP_CALLS + 1):
-        pycomm.all_reduce(tensor, ReduceOp.MAX, compression="auto", name="w")
-    assert torch.equal(tensor, torch.full_like(tensor, ranks - 1 + 0.1))
-    assert "got MAX" in str(pycomm.explain("all_reduce", 30_000, op=ReduceOp.MAX, compression="auto"))
-    pieces = [torch.empty(each + 1) for each in range(ranks)]  # of lengths that differ: broadcasts
-    pycomm.all_gather(pieces, torch.full((rank + 1,), float(rank)), compression="auto")
-    assert [piece.tolist() for piece in pieces] == [[float(each)] * (each + 1) for each in range(ranks)]
-    ddp = pycomm.DistributedDataParallel(torch.nn.Linear(3, 1).double(), compression="auto")
-    ddp(torch.full((1, 3), rank, dtype=torch.float64)).sum().backward()
-    assert ddp.module.weight.grad.tolist() == [[(ranks - 1) / 2] * 3]
-
-
-@pytest.mark.parametrize("transport", ["local", "shm"])
-def test_auto_is_for_all_calls_also_those_that_no_compressor_takes(transport: str) -> None:
-    run_ranks(3, auto_of_what_no_compressor_takes, transport=transport)
-
-
-def test_auto_leaves_a_fast_link_alone() -> None:
-    flat = torch.ones(1_000_000)
-    collective = Collective(verb="all_reduce", input=flat, output=flat, op=ReduceOp.SUM)
-    call = Squeezed(collective, parse("none"), (compression.Part("w", (1_000_000,)),))
-    wire: Any = SimpleNamespace(inside=None, between=None, world_size=4)
-    codec_s = [1e-9, 1e-9] * 4  # a nanosecond an element, to encode and to decode
-    decision = _decide(call, wire, (*STATELESS, *STATEFUL), [0.001, 0.0, *codec_s])
-    assert ": none, because the best compressor would take" in str(decision)
-    assert [each.spec for each in decision.candidates] == ["bf16", "int8", "int4+ef", "topk:0.01+ef"]
-    decision = _decide(call, wire, (*STATELESS, *STATEFUL), [1.0, 0.0, *codec_s])
-    assert ": topk:0.01+ef, because it takes" in str(decision)
-
-
-def decide_here(rank: int) -> str:
-    assert "has not decided" in str(pycomm.explain("all_reduce", 100_000, compression="auto"))
-    for _ in range(WARM_UP_CALLS + 2):
-        pycomm.all_reduce(torch.ones(100_000), compression="auto", name="w")
-    decision = str(resolve(None).compression.decisions[0])
-    assert decision in str(pycomm.explain("all_reduce", 100_000, compression="auto"))
-    assert "has not decided" in str(pycomm.explain("all_reduce", 99_999, compression="auto"))
-    assert "format=int8" in str(pycomm.explain("all_reduce", 100_000, compression="int8"))
-    with pytest.raises(ConfigError, match="unknown compression 'int9'"):
-        pycomm.explain("all_reduce", 100_000, compression="int9")
-    return decision
-
-
-def test_auto_decides_alike_on_all_ranks() -> None:
-    told = run_ranks(3, decide_here, transport="shm")
-    assert told[0] == told[1] == told[2]

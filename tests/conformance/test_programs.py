@@ -1,6 +1,6 @@
 """Programs of calls, and of streams' items, drawn at random, also with a rank lost.
 
-``programs.py`` and ``stream_programs.py`` also run by themselves, at length.
+``programs.py``, ``stream_programs.py`` and ``compression_programs.py`` also run by themselves, at length.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import compression_programs
 import dist_programs
 import losses
 import programs
@@ -38,6 +39,13 @@ def test_programs_go_on_without_a_rank_that_is_lost(how: str, transport: str) ->
 def test_programs_of_items(transport: str) -> None:
     job = (programs.program, 4, 100, transport, stream_programs.StreamProgram)
     run_ranks(4 if transport == "mixed" else 3, *job, transport=transport)
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("local", 2), ("shm", 3), ("mixed", 4)])
+def test_programs_of_compressed_calls(transport: str, ranks: int) -> None:
+    run_ranks(
+        ranks, programs.program, ranks, 60, transport, compression_programs.CompressionProgram, transport=transport
+    )
 
 
 @pytest.mark.parametrize(("how", "transport"), [*zip(losses.HOW, ["mixed", "shm", "torch"], strict=True)])

@@ -178,3 +178,22 @@ def test_schedule_by_stability() -> None:
     assert compression.by_stability([1.0, -1.0] * 5) == "none"
     with pytest.raises(ConfigError, match="three specs"):
         compression.by_stability([], specs=("none",))
+
+
+def test_parts_that_changed_their_lengths_are_refused_and_nothing_is_moved() -> None:
+    compressor = parse("none+ef")
+    parts = (Part("a", (4,)), Part("b", (6,)))
+    compressor.begin(torch.zeros(10), Context(parts)).residual.fill_(1.0)
+    before = compressor.state_dict()
+    for other in ((Part("a", (6,)), Part("b", (4,))), (Part("c", (3,)), Part("a", (4,)), Part("b", (3,)))):
+        with pytest.raises(ConfigError, match="had [46] when its state was made"):
+            compressor.begin(torch.zeros(10), Context(other))
+    compressor.begin(torch.zeros(10), Context(parts)).residual.fill_(2.0)
+    after = compressor.state_dict()["error_feedback"]["residuals"]
+    assert before["error_feedback"]["residuals"]["a"].tolist() == [1.0] * 4
+    assert {name: each.tolist() for name, each in after.items()} == {"a": [2.0] * 4, "b": [2.0] * 6}
+
+
+def test_two_periods_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected one period, got two; .*every:6"):
+        parse("int8+every:2+every:3")

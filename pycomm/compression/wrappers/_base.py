@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import CheckpointError, ConfigError
-from ..base import Compressor, Context, Message, Part
+from ..base import Codec, Compressor, Context, Message, Part
 
 __all__ = ["Wrapper"]
 
@@ -40,12 +40,24 @@ class Wrapper(Compressor):
         return f"{self.inner.spec}+{super().spec}"
 
     @property
+    def codec(self) -> Codec:
+        """That of ``inner``."""
+        return self.inner.codec
+
+    @property
+    def sees_shapes(self) -> bool:  # type: ignore[override]
+        return self.inner.sees_shapes
+
+    @property
     def needs_total(self) -> bool:  # type: ignore[override]
         return self.inner.needs_total
 
     @property
     def is_for_shards(self) -> bool:  # type: ignore[override]
         return self.inner.is_for_shards
+
+    def calls_of(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        return self.inner.calls_of(parts)
 
     def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
         return self.inner.begin(flat, context)

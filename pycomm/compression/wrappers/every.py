@@ -6,13 +6,14 @@ gradients. Calls are counted for each set of tensors that goes together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ..base import Compressor, Context, Message, check_named
+from ..base import Compressor, Context, Message, Part, check_named
 from ..state import NamedBuffers
 from ._base import Wrapper
 
@@ -32,12 +33,21 @@ class Every(Wrapper):
         super().__post_init__()
         if not (isinstance(self.n, int) and not isinstance(self.n, bool) and self.n >= 1):
             raise ConfigError(f"every: expected a period of 1 call or more, got {self.n!r}")
+        if isinstance(self.inner, Every):
+            raise ConfigError(
+                f"every around {self.inner.spec}: expected one period, got two; "
+                f"for calls that are both due write every:{self.inner.n * self.n}"
+            )
         self._owed = NamedBuffers(self.spec)
         self._calls: dict[str, int] = {}
 
     def is_due(self, name: str) -> bool:
         """Says whether the next call with the tensor ``name`` communicates."""
         return self._calls.get(name, 0) % self.n == self.n - 1
+
+    def calls_of(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        own = tuple(self._calls.get(str(part.name), 0) for part in parts)
+        return own + self.inner.calls_of(parts)
 
     def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
         check_named(context.parts, self.spec)

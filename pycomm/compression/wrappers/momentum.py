@@ -9,13 +9,14 @@ and 3.3 and Algorithm 1. Costs two float32 an element, and needs the tensors' na
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ..base import Codec, Compressor, Context, Message
+from ..base import Codec, Compressor, Context, Message, Part
 from ..state import NamedBuffers
 from ._base import Wrapper
 
@@ -49,6 +50,9 @@ class MomentumCorrection(Wrapper):
         self._velocities = NamedBuffers(self.spec)
         self._residuals = NamedBuffers(self.spec)
         self._calls: dict[str, int] = {}
+
+    def calls_of(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        return (self._calls.get(str(parts[0].name), 0),) if parts and self.warmup else ()
 
     def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
         residual = self._residuals.get(context.parts, flat)

@@ -33,6 +33,7 @@ class Policy(Wrapper):
     rules: Mapping[str, Compressor] = field(default_factory=dict)
 
     name = "policy"
+    sees_shapes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
