@@ -1,10 +1,13 @@
-"""Random models trained at random (``trainings.py`` and ``pipelines.py``, which also run by themselves, at length)."""
+"""Random models trained at random: ``trainings.py``, ``pipelines.py`` and ``tensor_trainings.py``.
+
+They also run by themselves, at length.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from engines import pipelines, trainings
+from engines import pipelines, tensor_trainings, trainings
 from harness import run_ranks
 
 
@@ -16,3 +19,8 @@ def test_random_trainings_equal_one_process(ranks: int, transport: str, number: 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_random_pipelines_equal_one_process(ranks: int) -> None:
     run_ranks(ranks, pipelines.pipelines, range(1000 * ranks, 1000 * ranks + 8))
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(2, 4), (3, 4), (4, 8)])
+def test_random_trainings_of_cut_models_equal_one_process(ranks: int, number: int) -> None:
+    run_ranks(ranks, tensor_trainings.trainings, range(1000 * ranks, 1000 * ranks + number))
