@@ -6,6 +6,7 @@ that, and ends as that ends. It runs without site-packages, and imports next to 
 
 import marshal
 import os
+import select
 import signal
 import socket
 import sys
@@ -31,10 +32,16 @@ def main(path: str, arguments: list[str]) -> int:
         socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
         server.sendall(request)
         pid = int.from_bytes(server.recv(8, socket.MSG_WAITALL), "big")
+        # A signal may come just before the wait begins: Python runs its handler after the wait, and the pipe ends that.
+        came, comes = os.pipe()
+        os.set_blocking(comes, False)
+        signal.set_wakeup_fd(comes)
         for number in PASSED_ON if pid else ():
             signal.signal(number, lambda number, _: os.kill(pid, number))
         for fd in files:
             os.close(fd)  # whoever waits for the end of a pipe waits for the other process's alone
+        while server not in select.select([server, came], [], [])[0]:
+            os.read(came, 100)
         status = server.recv(8, socket.MSG_WAITALL)
     return int.from_bytes(status, "big", signed=True) if status else 1  # nobody is there who would know
 
