@@ -105,14 +105,12 @@ class AutoCompression:
         ``is_carried(spec)`` says whether the ``algorithm`` that the caller asks for takes what that sends.
         """
         assert call.collective.input is not None
-        is_named = all(part.name is not None for part in call.parts)
-        key = (call.collective.verb, call.collective.input.numel(), call.collective.dtype, is_named, algorithm)
+        key = (call.collective.verb, call.collective.input.numel(), call.collective.dtype, _is_named(call), algorithm)
         kind = self._kinds.setdefault(key, _Kind())
         if kind.decision is None and call.collective.input.nbytes < MIN_BYTES:
             kind.decision = _decision(call, "none", f"it is below {MIN_BYTES} bytes, where latency counts")
         if kind.decision is None:
-            specs = [each for each in (*STATELESS, *(STATEFUL if is_named else ())) if is_carried(each)]
-            self._measure(kind, call, wire, plain, specs)
+            self._measure(kind, call, wire, plain, is_carried)
             return CompressionReport()
         if kind.decision.chosen == "none":
             plain()
@@ -125,7 +123,7 @@ class AutoCompression:
         return report
 
     def _measure(
-        self, kind: _Kind, call: Squeezed, wire: Wire, plain: Callable[[], None], specs: Sequence[str]
+        self, kind: _Kind, call: Squeezed, wire: Wire, plain: Callable[[], None], is_carried: Callable[[str], bool]
     ) -> None:
         source = call.collective.input
         assert source is not None
@@ -136,10 +134,16 @@ class AutoCompression:
         plain()
         kind.plain_s.append(time.perf_counter() - start_s)
         if sample is not None:
+            specs = [each for each in (*STATELESS, *(STATEFUL if _is_named(call) else ())) if is_carried(each)]
             mine = [min(kind.plain_s), _inside_time(call, wire)]
             for spec in specs:
                 mine += _codec_times(spec, sample)
             kind.decision = _decide(call, wire, specs, _slowest(mine, wire))
+
+
+def _is_named(call: Squeezed) -> bool:
+    """Whether residuals can be kept of all that goes together."""
+    return all(part.name is not None for part in call.parts)
 
 
 def _decide(call: Squeezed, wire: Wire, specs: Sequence[str], times: list[float]) -> AutoDecision:
@@ -171,7 +175,7 @@ def _decide(call: Squeezed, wire: Wire, specs: Sequence[str], times: list[float]
         return _decision(call, "none", reason, plain_s, candidates)
     chosen = next(each for each in candidates if each.predicted_s <= best_s * (1 + CLOSE))
     reason = f"it takes {chosen.predicted_s / plain_s:.0%} of the time of none"
-    if not all(part.name is not None for part in call.parts):
+    if not _is_named(call):
         reason += "; pass name= to allow those with error feedback"
     return _decision(call, chosen.spec, reason, plain_s, candidates)
 
@@ -253,5 +257,5 @@ def _fastest(action: Callable[[], None], device: torch.device, rounds: int = 3) 
 
 def _slowest(mine: list[float], wire: Wire) -> list[float]:
     """Returns, for each measurement, that of the slowest rank; the same on all ranks."""
-    slowest: list[float] = wire.tell(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
+    slowest: list[float] = wire.tell(torch.tensor(mine, dtype=torch.float64, device="cpu")).amax(0).tolist()
     return slowest

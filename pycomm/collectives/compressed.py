@@ -102,9 +102,12 @@ def payloads(call: Squeezed) -> Iterator[Collective]:
             verbs = ("reduce_scatter_single",) if _adds_up(codec) else ("all_to_all_single",)
         for carrying in verbs:
             op = ReduceOp.SUM if carrying in ("all_reduce", "reduce_scatter_single") else None
-            # Chunks are bytes; a sum of sparse choices is formed in float32.
-            dtype = codec.wire_dtype if op is None or codec.combine is Combine.SUM else torch.float32
-            payload = torch.empty(0, dtype=torch.uint8 if carrying == "all_to_all_single" else dtype)
+            dtype = codec.wire_dtype
+            if carrying == "all_to_all_single":
+                dtype = torch.uint8  # chunks
+            elif op is not None and codec.combine is Combine.GATHER:
+                dtype = torch.float32  # what the ranks chose, decoded
+            payload = torch.empty(0, dtype=dtype, device="cpu")
             yield Collective(verb=carrying, input=payload, output=payload, op=op)
 
 
@@ -142,10 +145,8 @@ def _describe(call: Squeezed, seed: int) -> str:
     op = "" if collective.op is None else f" {collective.op.name}"
     names = "" if call.parts[0].name is None else f" of {','.join(str(part.name) for part in call.parts)}"
     shapes = f" shaped {[part.shape for part in call.parts]}" if call.compressor.sees_shapes else ""
-    of_parts: list[int] = []
-    for each, chosen in call.compressor.routes(call.parts):
-        of_parts += each.calls_of([call.parts[index] for index in chosen])
-    calls = f", calls {of_parts} of its parts" if of_parts else ""
+    of_parts = call.compressor.calls_of(call.parts)
+    calls = f", calls {list(of_parts)} of its parts" if of_parts else ""
     return (
         f"{collective.verb}{op} of {collective.input.numel()} {collective.dtype}{shapes}, "
         f"compression {call.compressor.spec}, call {seed}{calls}{names}"

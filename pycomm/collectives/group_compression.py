@@ -88,26 +88,27 @@ class GroupCompression:
         Raises ConfigError, and PlanError for an ``algorithm`` that cannot carry what the compressor sends.
         """
         first, is_auto = call.collectives[0], call.compression == "auto"
+        algorithm = None if call.algorithm == "auto" else call.algorithm
         if is_auto and compressed.why_not(first.verb, first.dtype, first.op) is not None:
             return None
-        if is_auto:
-            self._group.engine.choose(first, call.algorithm)  # raises, as a plain call does
         compressor = self.compressor("none" if is_auto else call.compression)
         checked = compressed.check_call(call.verb, call.collectives, compressor, call.parts, call.name)
-        is_split = self.is_between_hosts(checked, call.algorithm)
+        is_split = self.is_between_hosts(checked, algorithm)
         if is_split:
             self._join_hosts()
-        else:
-            self._check_carried(checked, call.algorithm)
+        if is_auto and algorithm is not None:
+            self._group.engine.choose(first, algorithm)  # raises, as a plain call does
+        elif not is_auto and not is_split:
+            self._check_carried(checked, algorithm)
         run = self._run_auto if is_auto else self._run
-        return lambda timeout_s: run(checked, call.algorithm, timeout_s, is_split)
+        return lambda timeout_s: run(checked, algorithm, timeout_s, is_split)
 
     def is_between_hosts(self, call: compressed.Squeezed, algorithm: str | None) -> bool:
         """Says whether ``call`` is compressed between hosts only: if asked by algorithm="hierarchical", and by default.
 
         Raises ConfigError if it is asked and cannot be.
         """
-        if call.collective.verb != "all_reduce" or algorithm not in (None, "auto", "hierarchical"):
+        if call.collective.verb != "all_reduce" or algorithm not in (None, "hierarchical"):
             return False
         hosts = self._group.engine.selector.topology.hosts
         reason = ""
@@ -255,7 +256,7 @@ def _of_payloads(verb: str, algorithm: str | None) -> str | None:
 
     For an all_reduce "hierarchical" says which links are compressed.
     """
-    return None if algorithm == "auto" or (algorithm == "hierarchical" and verb == "all_reduce") else algorithm
+    return None if algorithm == "hierarchical" and verb == "all_reduce" else algorithm
 
 
 def _plain_bytes(collective: Collective, world_size: int) -> int:

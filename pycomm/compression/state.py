@@ -38,7 +38,7 @@ class NamedBuffers:
     def __init__(self, who: str) -> None:
         self._who = who
         self._views: dict[str, torch.Tensor] = {}
-        self._wholes: dict[tuple[str | None, ...], tuple[tuple[int, ...], torch.Tensor]] = {}  # parts' elements, all
+        self._wholes: dict[tuple[Part, ...], torch.Tensor] = {}
 
     def get(self, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
         """Returns the buffer ``(numel,)`` of ``parts``, in their order, on the device of ``like``.
@@ -46,14 +46,20 @@ class NamedBuffers:
         The same memory as long as the parts stay together; in another layout, their values there. Raises ConfigError
         for parts without a name, and for a part that has another number of elements than before.
         """
-        key = tuple(part.name for part in parts)
-        numels = tuple(part.numel for part in parts)
-        laid_out, whole = self._wholes.get(key, ((), None))
-        if whole is None or laid_out != numels or whole.device != like.device:
+        key = tuple(parts)
+        whole = self._wholes.get(key)
+        if whole is None or whole.device != like.device:
             whole = self._lay_out(parts, like)
-            self._wholes = {each: kept for each, kept in self._wholes.items() if not set(each) & set(key)}
-            self._wholes[key] = numels, whole
+            self._drop_wholes(parts)
+            self._wholes[key] = whole
         return whole
+
+    def _drop_wholes(self, parts: Sequence[Part]) -> None:
+        """Forgets the layouts that have one of ``parts``."""
+        names = {part.name for part in parts}
+        self._wholes = {
+            key: whole for key, whole in self._wholes.items() if names.isdisjoint(each.name for each in key)
+        }
 
     def _lay_out(self, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
         self._check(parts)
@@ -83,7 +89,7 @@ class NamedBuffers:
         """Forgets ``parts``; what was laid out beside them stays."""
         gone = {part.name for part in parts}
         self._views = {name: view for name, view in self._views.items() if name not in gone}
-        self._wholes = {key: whole for key, whole in self._wholes.items() if not gone & set(key)}
+        self._drop_wholes(parts)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns a copy of each parameter's vector, on the CPU."""

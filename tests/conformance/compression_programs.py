@@ -25,7 +25,7 @@ from programs import Program, main
 
 import pycomm
 from pycomm import ReduceOp
-from pycomm.compression import Codec, Compressor, Part, error_feedback, merge_states, momentum, parse
+from pycomm.compression import Compressor, Part, error_feedback, every, merge_states, momentum, parse
 
 SPARSE = ["topk:0.1", "topk:0.6", "topk:0.02,exchange=balanced", "topk:0.05,tolerance=0.3", "randomk:0.1"]
 SPARSE += ["threshold:0.5,ratio=0.3", "topk:1.0"]
@@ -71,12 +71,6 @@ class Used:
             each = getattr(each, "inner", None)
 
     @property
-    def codec(self) -> Codec:
-        *_, codec = self.layers
-        assert isinstance(codec, Codec)
-        return codec
-
-    @property
     def feeds_back(self) -> bool:
         """What is not sent now is sent later, all of it, so that accounts can be kept."""
         kinds = [each for each in self.layers if isinstance(each, (error_feedback, momentum))]
@@ -87,6 +81,10 @@ class Used:
         """The layer that keeps estimates, of EF21."""
         found = [each for each in self.layers if isinstance(each, error_feedback) and each.mode == "ef21"]
         return found[0] if found else None
+
+    def is_due(self, name: str) -> bool:
+        """Whether the next call with the tensor ``name`` sends something."""
+        return all(each.is_due(name) for each in self.layers if isinstance(each, every))
 
     def owed(self, name: str, numel: int) -> torch.Tensor:
         """What this rank has not sent, ``(numel,)`` of float64."""
@@ -219,8 +217,8 @@ class CompressionProgram(Program):
         account.slack += 3e-6 * (largest + sent) * self.n
         if tensor.dtype != torch.float32:
             account.slack += torch.finfo(tensor.dtype).eps * sent
-        if used.codec.name == "cast":
-            account.slack += self.n * torch.finfo(used.codec.wire_dtype).eps * (largest + sent)
+        if used.compressor.codec.name == "cast":
+            account.slack += self.n * torch.finfo(used.compressor.codec.wire_dtype).eps * (largest + sent)
         off = float((account.got + owed - account.given).abs().max()) if total.numel() else 0.0
         assert off <= account.slack, f"{what}: {used.spec} lost {off}, slack {account.slack}"
 
@@ -235,8 +233,8 @@ class CompressionProgram(Program):
         if result.numel():
             scale = float(estimates.abs().max()) + float(result.abs().max())
             slack = scale * self.n * (torch.finfo(tensor.dtype).eps + 1e-5 * (1 + self.step / 50)) + 1e-4
-            if used.codec.name == "cast":
-                slack += scale * self.n * self.step * torch.finfo(used.codec.wire_dtype).eps
+            if used.compressor.codec.name == "cast":
+                slack += scale * self.n * self.step * torch.finfo(used.compressor.codec.wire_dtype).eps
             off = float((estimates - result).abs().max())
             assert off <= slack, f"{what}: {used.spec} is {off} from the sum of the estimates, slack {slack}"
 
@@ -264,7 +262,7 @@ class CompressionProgram(Program):
         is_async = self.dice.random() < 0.3
         what = f"all_reduce {op.name} {tensor} by {used.spec} {options.get('algorithm')} async={is_async}"
         self.note(what)
-        is_due = all(each.is_due(tensor.name) for each in used.layers if each.name == "every")  # type: ignore[attr-defined]
+        is_due = used.is_due(tensor.name)
         argument, read = self.placed(used, inputs[self.rank])
         with self.unchanged_by_error(used, read, what) as refused:
             work = pycomm.all_reduce(argument, op, self.world, is_async, **options)
@@ -295,17 +293,12 @@ class CompressionProgram(Program):
         self.note(what)
         given = [self.values(each, salt) for salt, each in enumerate(chosen)]
         placed = [self.placed(used, inputs[self.rank]) for inputs in given]
-        periods = [each for each in used.layers if each.name == "every"]
         routed = [each for each in chosen if used.compressor.routes([Part(each.name, each.shape)])[0][0].name != "none"]
-        with pycomm.coalescing(self.world) if len({self._due(periods, each) for each in routed}) < 2 else nullcontext():
+        with pycomm.coalescing(self.world) if len({used.is_due(each.name) for each in routed}) < 2 else nullcontext():
             for tensor, (argument, _) in zip(chosen, placed, strict=True):
                 pycomm.all_reduce(argument, group=self.world, compression=used.compressor, name=tensor.name)
         for tensor, inputs, (_, read) in zip(chosen, given, placed, strict=True):
             self.settle(used, tensor, inputs, read(), f"{what}: {tensor.name}")
-
-    @staticmethod
-    def _due(periods: list[Any], tensor: Named) -> tuple[bool, ...]:
-        return tuple(each.is_due(tensor.name) for each in periods)
 
     def scattered(self) -> None:
         used, tensor = self.pick(), self.pick_tensor(scattered=True)

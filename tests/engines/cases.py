@@ -27,6 +27,7 @@ __all__ = [
     "loss_of",
     "make",
     "make_on_rank",
+    "part_of",
     "relative_error",
     "train_alone",
     "train_on_rank",
@@ -259,3 +260,14 @@ def relative_error(state: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         ).item()
         for key in expected
     )
+
+
+def part_of(kind: str, name: str, whole: torch.Tensor, group: pycomm.Group) -> torch.Tensor:
+    """Returns this rank's part of the parameter ``name`` of a layer that is cut as ``kind`` of ``parallelize``; "": not
+    at all."""
+    n, r = group.world_size, group.rank
+    if kind == "row":
+        return whole.chunk(n, 1)[r] if name.endswith("weight") else whole
+    if not kind:
+        return whole
+    return torch.cat([each.chunk(n)[r] for each in whole.chunk(3 if kind == "qkv" else 1)])

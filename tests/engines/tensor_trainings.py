@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pycomm
-from engines.cases import OPTIMIZERS
+from engines.cases import OPTIMIZERS, part_of
 from engines.trainings import main
 from pycomm.engines.tensor import (
     ColumnParallelLinear,
@@ -172,20 +172,19 @@ class Model(nn.Module):
 
 def cut(model: Model, group: pycomm.Group) -> None:
     """Makes ``model`` this rank's part of itself."""
-    plan = model.plan()
     if model.is_sequence_cut:
         model.sequence = group
-        cut_sequence(model, plan, group)
+        cut_sequence(model, group)
     else:
-        parallelize(model, plan, group)
+        parallelize(model, model.plan(), group)
     if model.kinds["head"] == "column":
         model.loss = ParallelCrossEntropy(group, ignore_index=model.ignore_index)
 
 
-def cut_sequence(model: Model, plan: dict[str, str], group: pycomm.Group) -> None:
+def cut_sequence(model: Model, group: pycomm.Group) -> None:
     """``parallelize`` leaves the sequence whole; here it is cut between the pairs."""
     tied = model.head.weight is model.embedding.weight
-    for number, block in enumerate(model.blocks):
+    for block in model.blocks:
         if isinstance(block.norm, SequenceParallelLayerNorm):
             continue  # a block in two places
         norm = SequenceParallelLayerNorm(WIDTH, group, elementwise_affine=block.norm.elementwise_affine).double()
@@ -198,22 +197,11 @@ def cut_sequence(model: Model, plan: dict[str, str], group: pycomm.Group) -> Non
             options: dict[str, Any] = {"blocks": 3} if kind == "qkv" else {}
             make = RowParallelLinear if kind == "row" else ColumnParallelLinear
             setattr(block.inner, name, make.of(layer, group, is_sequence_parallel=True, **options))
-            assert plan[f"blocks.{number}.inner.{name}"] == kind
     if model.kinds["embedding"]:
         model.embedding = VocabParallelEmbedding.of(model.embedding, group)
     model.head = ColumnParallelLinear.of(model.head, group, is_sequence_parallel=True)
     if tied:
         model.head.weight = model.embedding.weight
-
-
-def part_of(kind: str, name: str, whole: torch.Tensor, group: pycomm.Group) -> torch.Tensor:
-    """Returns this rank's part of a parameter ``name``, "weight" or "bias", of a layer that is cut as ``kind``."""
-    n, r = group.world_size, group.rank
-    if kind == "row":
-        return whole.chunk(n, 1)[r] if name == "weight" else whole
-    if not kind:
-        return whole
-    return torch.cat([each.chunk(n)[r] for each in whole.chunk(3 if kind == "qkv" else 1)])
 
 
 # -- trainings ---------------------------------------------------------------------------------------------------------
@@ -306,8 +294,7 @@ class Training:
         expected = dict(self.alone.named_parameters())
         assert list(found) == list(expected), what
         for name, parameter in found.items():
-            layer, _, own = name.rpartition(".")
-            whole = part_of(self.plan.get(layer, ""), own, expected[name], self.tp)
+            whole = part_of(self.plan.get(name.rpartition(".")[0], ""), name, expected[name], self.tp)
             assert parameter.shape == whole.shape, f"{what}, {name}: {parameter.shape} in place of {whole.shape}"
             difference = (parameter - whole).abs()
             assert (difference <= 1e-8 + 1e-6 * whole.abs()).all(), f"{what}, {name}: {difference.max()} off"

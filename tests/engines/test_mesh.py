@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import pycomm
+from engines import cases
 from engines.cases import OPTIMIZERS, PlainAttention, PlainMLP, batches, relative_error
 from harness import run_ranks
 from pycomm.engines import mesh as mesh_module
@@ -30,6 +31,9 @@ WIDTH, HEADS, HIDDEN, VOCABULARY, BLOCKS = 16, 4, 32, 18, 2
 MICROBATCHES = 2
 BOUND = 2e-4  # of a tensor's largest element, after ten steps
 MAX_NORM = 0.1  # every step is clipped
+
+
+KINDS = {"qkv": "qkv", "out": "row", "up": "column", "down": "row", "linear": "column"}
 
 
 class Trained(NamedTuple):
@@ -87,12 +91,9 @@ def train_alone(optimizer_name: str, is_clipped: bool = True, is_tied: bool = Tr
 
 def part_of(name: str, whole: torch.Tensor, tp: pycomm.Group) -> torch.Tensor:
     """Returns this rank's part of a parameter of the ordinary GPT."""
-    n, r = tp.world_size, tp.rank
-    if "qkv" in name or "up" in name or name.startswith("0.") or "linear" in name:
-        return torch.cat([block.chunk(n)[r] for block in whole.chunk(3 if "qkv" in name else 1)])
-    if name.endswith(("out.weight", "down.weight")):
-        return whole.chunk(n, 1)[r]
-    return whole
+    layer = name.split(".")[-2]
+    kind = "vocabulary" if layer == "0" else KINDS.get(layer, "")
+    return cases.part_of(kind, name, whole, tp)
 
 
 def errors_of(found: Trained, whole: Trained, tp: pycomm.Group) -> tuple[float, list[bytes]]:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pycomm
+from engines import cases
 from engines.cases import PlainAttention, PlainMLP
 from harness import run_ranks
 from pycomm.engines.tensor import (
@@ -28,6 +29,10 @@ from pycomm.engines.tensor import (
 from pycomm.engines.tensor.functions import scatter_sum
 
 WIDTH, HEADS, HIDDEN, VOCABULARY, LENGTH = 24, 12, 48, 36, 12  # 2, 3 and 4 ranks divide them all
+
+
+KINDS = {"attention.qkv": "qkv", "attention.out": "row", "mlp.up": "column", "mlp.down": "row"}
+KINDS |= {"embedding": "vocabulary", "head": "column"}
 
 
 class GPT(nn.Module):
@@ -63,13 +68,8 @@ class GPT(nn.Module):
 
 def part_of(name: str, whole: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a parameter of the ordinary GPT."""
-    n, r = pycomm.world_size(), pycomm.rank()
-    if name.startswith(("attention.qkv", "mlp.up", "embedding", "head")):
-        blocks = 3 if "qkv" in name else 1
-        return torch.cat([block.chunk(n)[r] for block in whole.chunk(blocks)])
-    if name in ("attention.out.weight", "mlp.down.weight"):
-        return whole.chunk(n, 1)[r]
-    return whole
+    kind = KINDS.get(name.rpartition(".")[0], "")
+    return cases.part_of(kind, name, whole, pycomm.get_group())
 
 
 def equality_job(rank: int) -> None:

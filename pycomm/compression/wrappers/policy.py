@@ -54,6 +54,10 @@ class Policy(Wrapper):
             chosen.setdefault(id(compressor), (compressor, []))[1].append(index)
         return list(chosen.values())
 
+    def calls_of(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        chosen = [each.calls_of([parts[index] for index in indices]) for each, indices in self.routes(parts)]
+        return sum(chosen, ())
+
     def _choose(self, part: Part) -> Compressor:
         for pattern, compressor in self.rules.items():
             if part.model_name is not None and fnmatch.fnmatchcase(part.model_name, pattern):
