@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's TCPStore asks the name server for the name of every address that it connects or listens to. A question that
 # is lost takes the five seconds after which the resolver asks again; hundreds of worlds lose many.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A shell starts what runs in its background with SIGINT ignored, and so would be all that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # So that test modules, and the processes that they start, find harness.py.
 sys.path.insert(0, str(Path(__file__).parent))

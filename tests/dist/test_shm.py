@@ -133,7 +133,6 @@ def test_a_rank_that_left_is_named() -> None:
 
 def be_interrupted(rank: int, path: str) -> None:
     if rank == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
             interrupt_once_in_a_call()
             pycomm.all_reduce(torch.ones(3))

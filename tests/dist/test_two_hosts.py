@@ -129,8 +129,7 @@ def test_the_benchmark_puts_plain_tcp_beside_pycomm() -> None:
 def test_nothing_is_left_behind(how: signal.Signals) -> None:
     """Whatever ends the program, the hosts and the ranks on them end with it."""
     script = (
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background jobs ignore
+        "import os, sys, time\n"
         "from pycomm.launch.two_hosts import TwoHosts\n"
         "with TwoHosts() as hosts:\n"
         "    started = hosts.start_job(['sleep', '1000'])\n"

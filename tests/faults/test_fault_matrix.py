@@ -100,7 +100,6 @@ def be_interrupted_while_a_group_is_made(rank: int, path: str, moment: str) -> N
     transport = pycomm.get_group().transport
     split = transport.split
     if rank == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def be_interrupted(*arguments: Any, **named: Any) -> Any:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
