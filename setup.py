@@ -178,6 +178,12 @@ def find_cxx(environ: Mapping[str, str]) -> str:
     raise BuildError("there is no C++ compiler.", "install one (Debian, Ubuntu: apt install g++), or set CXX.")
 
 
+def compiler_itself(cxx: str) -> str:
+    """Returns the program that ``CXX`` names, for who takes no more: no launcher before it (ccache), no flags after."""
+    words = shlex.split(cxx)
+    return words[1] if len(words) > 1 and not words[1].startswith("-") else words[0]
+
+
 def check_python_headers() -> None:
     """Raises BuildError if Python.h is missing, as it is where only the interpreter was installed."""
     include = Path(sysconfig.get_path("include"))
@@ -203,14 +209,14 @@ def write_ninja_file(directory: Path, output: Path, nvcc: str | None) -> None:
     flags = [*CXX_FLAGS, f"-I{ROOT / 'csrc'}"]
     flags += [f"-isystem{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
     cuda_sources = sorted(ROOT.glob("csrc/kernels/cuda/*.cu")) if nvcc else []
-    link, link_flags = [cxx], ["-shared", "-pthread", "-Wl,--as-needed"]
+    link, link_flags = shlex.split(cxx), ["-shared", "-pthread", "-Wl,--as-needed"]
     nvcc_flags: list[str] = []
     if nvcc and cuda_sources:
         archs = choose_archs(os.environ, archs_of_nvcc(nvcc))
         say(f"CUDA kernels for {archs} by {nvcc}")
         flags += ["-DPYCOMM_WITH_CUDA=1", f'-DPYCOMM_CUDA_ARCHS="{archs}"']
         nvcc_flags = [*NVCC_FLAGS, f"-I{ROOT / 'csrc'}", "--threads=2", *gencode_flags(archs)]
-        nvcc_flags += ["-ccbin", os.environ["CXX"]] if os.environ.get("CXX") else []
+        nvcc_flags += ["-ccbin", compiler_itself(cxx)] if os.environ.get("CXX") else []
         # cudart inside: the library loads on a machine with no driver, and beside any CUDA that torch brings.
         link, link_flags = [nvcc], ["-shared", "--cudart=static", "-Xcompiler=-pthread", "-Xlinker=--as-needed"]
     directory.mkdir(parents=True, exist_ok=True)

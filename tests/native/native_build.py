@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,14 +37,14 @@ Build = Callable[[str, str, Sequence[Path]], Path]
 
 def builder(folder: Path) -> Build:
     """Returns ``build(name, sanitizer, sources)``, that makes a program in ``folder``, two files at a time."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
 
     def compile_one(source: Path, sanitizer: str) -> Path:
         output = folder / f"{source.stem}{source.suffix}-{sanitizer}.o"
         if not output.exists():
             language = _CUDA_ON_CPU if source.suffix == ".cu" else []
             flags = [*_FLAGS, *SANITIZERS[sanitizer], *(_OF_TESTS[sanitizer] if "test" in source.stem else language)]
-            subprocess.run([compiler, *flags, "-c", str(source), "-o", str(output)], check=True, timeout=1500)
+            subprocess.run([*compiler, *flags, "-c", str(source), "-o", str(output)], check=True, timeout=1500)
         return output
 
     def build_one(name: str, sanitizer: str, sources: Sequence[Path]) -> Path:
@@ -51,7 +52,7 @@ def builder(folder: Path) -> Build:
             objects = list(pool.map(lambda source: compile_one(source, sanitizer), sources))
         program = folder / f"{name}-{sanitizer}"
         flags = SANITIZERS[sanitizer][:1]
-        subprocess.run([compiler, *flags, *objects, "-o", str(program), "-pthread"], check=True, timeout=1500)
+        subprocess.run([*compiler, *flags, *objects, "-o", str(program), "-pthread"], check=True, timeout=1500)
         return program
 
     return build_one

@@ -97,6 +97,22 @@ def test_cxx_is_taken_from_the_environment(setup: ModuleType) -> None:
         setup.find_cxx({"CXX": "no-such-compiler"})
 
 
+def test_cxx_of_several_words_compiles_and_links(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``CXX="ccache g++"``, or with flags of a platform. nvcc takes one word."""
+    source = tmp_path / "csrc" / "one.cpp"
+    source.parent.mkdir()
+    source.write_text("int one() { return 1; }\n")
+    monkeypatch.setenv("CXX", "env g++")
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(setup, "native_sources", lambda root: [source])
+    setup.write_ninja_file(tmp_path / "build", tmp_path / "one.so", None)
+    setup.run_ninja(tmp_path / "build")
+    assert (tmp_path / "one.so").is_file()
+    assert [setup.compiler_itself(cxx) for cxx in ("g++", "ccache g++", "g++ -m64")] == ["g++"] * 3
+
+
 def test_missing_compiler_says_what_to_do(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(setup.BuildError, match="apt install g"):
