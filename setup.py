@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -178,10 +179,18 @@ def find_cxx(environ: Mapping[str, str]) -> str:
     raise BuildError("there is no C++ compiler.", "install one (Debian, Ubuntu: apt install g++), or set CXX.")
 
 
-def compiler_itself(cxx: str) -> str:
-    """Returns the program that ``CXX`` names, for who takes no more: no launcher before it (ccache), no flags after."""
-    words = shlex.split(cxx)
-    return words[1] if len(words) > 1 and not words[1].startswith("-") else words[0]
+def as_one_word(cxx: str, directory: Path) -> str:
+    """Returns a ``CXX`` of one word that does the same: nvcc and torch take no more. Of ``ccache g++`` it is a script.
+
+    It lies in ``directory``, another one for another ``CXX``, at which ninja compiles anew.
+    """
+    if len(shlex.split(cxx)) == 1:
+        return cxx
+    script = directory / f"{zlib.crc32(cxx.encode()):08x}" / "c++"  # torch warns of names that it does not know
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(f'#!/bin/sh\nexec {cxx} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
 
 
 def check_python_headers() -> None:
@@ -209,14 +218,14 @@ def write_ninja_file(directory: Path, output: Path, nvcc: str | None) -> None:
     flags = [*CXX_FLAGS, f"-I{ROOT / 'csrc'}"]
     flags += [f"-isystem{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
     cuda_sources = sorted(ROOT.glob("csrc/kernels/cuda/*.cu")) if nvcc else []
-    link, link_flags = shlex.split(cxx), ["-shared", "-pthread", "-Wl,--as-needed"]
+    link, link_flags = [cxx], ["-shared", "-pthread", "-Wl,--as-needed"]
     nvcc_flags: list[str] = []
     if nvcc and cuda_sources:
         archs = choose_archs(os.environ, archs_of_nvcc(nvcc))
         say(f"CUDA kernels for {archs} by {nvcc}")
         flags += ["-DPYCOMM_WITH_CUDA=1", f'-DPYCOMM_CUDA_ARCHS="{archs}"']
         nvcc_flags = [*NVCC_FLAGS, f"-I{ROOT / 'csrc'}", "--threads=2", *gencode_flags(archs)]
-        nvcc_flags += ["-ccbin", compiler_itself(cxx)] if os.environ.get("CXX") else []
+        nvcc_flags += ["-ccbin", os.environ["CXX"]] if os.environ.get("CXX") else []
         # cudart inside: the library loads on a machine with no driver, and beside any CUDA that torch brings.
         link, link_flags = [nvcc], ["-shared", "--cudart=static", "-Xcompiler=-pthread", "-Xlinker=--as-needed"]
     directory.mkdir(parents=True, exist_ok=True)
@@ -265,6 +274,8 @@ class BuildExtensions(build_ext):
         """Says once what will be built, then builds; an editable install where ninja finds what it built before."""
         if self.editable_mode:  # setuptools would take a folder that is new each time
             self.build_temp = str(ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+        if os.environ.get("CXX"):
+            os.environ["CXX"] = as_one_word(find_cxx(os.environ), Path(self.build_temp).resolve() / "cxx")
         reason = why_no_torch_ops()
         if reason is not None:
             say(f"torch operators are left to first use: {reason}")

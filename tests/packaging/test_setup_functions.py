@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -100,17 +102,23 @@ def test_cxx_is_taken_from_the_environment(setup: ModuleType) -> None:
 def test_cxx_of_several_words_compiles_and_links(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ``CXX="ccache g++"``, or with flags of a platform. nvcc takes one word."""
+    """As ``CXX="ccache g++"``, or with flags of a platform."""
     source = tmp_path / "csrc" / "one.cpp"
     source.parent.mkdir()
     source.write_text("int one() { return 1; }\n")
-    monkeypatch.setenv("CXX", "env g++")
+    monkeypatch.setenv("CXX", setup.as_one_word("env g++", tmp_path / "cxx"))
     monkeypatch.setattr(setup, "ROOT", tmp_path)
     monkeypatch.setattr(setup, "native_sources", lambda root: [source])
     setup.write_ninja_file(tmp_path / "build", tmp_path / "one.so", None)
     setup.run_ninja(tmp_path / "build")
     assert (tmp_path / "one.so").is_file()
-    assert [setup.compiler_itself(cxx) for cxx in ("g++", "ccache g++", "g++ -m64")] == ["g++"] * 3
+    assert setup.as_one_word("g++", tmp_path) == "g++"
+    flagged = setup.as_one_word("g++ -DANSWER=42", tmp_path)
+    assert flagged != os.environ["CXX"], "ninja compiles anew"
+    macros = subprocess.run(
+        [flagged, "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True, text=True, check=True
+    )
+    assert "#define ANSWER 42" in macros.stdout
 
 
 def test_missing_compiler_says_what_to_do(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
