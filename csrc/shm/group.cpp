@@ -314,9 +314,9 @@ void Group::sync(const char* verb, int spins) {
   ++window_;
 }
 
-void Group::put(void* to, const void* from, std::size_t bytes, bool reads_pages) const {
+void Group::put(void* to, const void* from, std::size_t bytes, bool is_long) const {
   if (streams_ && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
-  copy_by_blocks(to, from, bytes, reads_pages);
+  copy_by_blocks(to, from, bytes, is_long && pages_win());
 }
 
 void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams) const {

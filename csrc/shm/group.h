@@ -87,6 +87,8 @@ class Group {
   };
   struct Choices {
     Way swaps;                       // two ranks swap regions, or read each other's rings
+    Way swaps_streamed;              // which they fill by non-temporal stores
+    Way one_way_streamed;            // so do those that only fill: of a long message from one root, or to it
     WayByLength delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
     WayByLength exchanges_directly;  // what each sends to each
   };
@@ -241,7 +243,7 @@ class Group {
   void sync(const char* verb, int spins = kSpinsAlone);  // returns once every rank has called it
 
   void exchange(const Call& call, const void* data, std::size_t bytes);
-  void put(void* to, const void* from, std::size_t bytes, bool reads_pages = false) const;  // into memory that others will read
+  void put(void* to, const void* from, std::size_t bytes, bool is_long = false) const;  // into memory that others will read
   void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece. The windows
   // lie in the rings, or are regions that two ranks swap.
@@ -261,12 +263,15 @@ class Group {
   void in_windows(const Call& call, Load load, Fill fill, Use use);
   template <class Fill, class Use>
   void in_rings(const Call& call, const Load& load, Fill fill, Use use);
+  bool reads_windows(const Call& call) const;
+  struct Staging;
   template <class Fill, class Use>
   void in_swaps(const Call& call, const Load& load, Fill fill, Use use);
   // Whether a result is to be written past the caches.
   bool streams_output(const void* output, std::size_t bytes, std::size_t message_bytes);
   bool may_swap(Verb verb) const;
-  void try_swaps(const Call& call);
+  void try_exchange(const Call& call);
+  void try_one_way(const Call& call);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
   // those that it expects from each; behind it, where its input lies.
   std::size_t splits_bytes() const { return 2 * static_cast<std::size_t>(ranks_) * sizeof(std::size_t); }

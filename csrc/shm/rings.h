@@ -11,6 +11,11 @@ namespace pycomm::shm {
 inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kLongPieces = 2, kLongRootedPieces = 4;  // to a window, where every rank has a core
 inline constexpr std::size_t kLeastPiece = 2048, kLeastPieces = 8;  // a short message from one root: it is read while the rest is written
 
+// Who reads nothing only has to leave the others the time to read; [Note: the ring].
+inline bool Group::reads_windows(const Call& call) const {
+  return !has_root(call.verb) || (rank_ == call.root) == (call.verb == Verb::kReduce || call.verb == Verb::kGather);
+}
+
 template <class Fill, class Use>
 void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   const char* const verb = verb_name(call.verb);
@@ -23,9 +28,7 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(kLeastPiece, load.total / kLeastPieces / kLine * kLine));
   piece = even_piece(load.total, piece);
   const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains
-  // Who reads nothing only has to leave the others the time to read; [Note: the ring].
-  const bool reads = !has_root(call.verb) || (rank_ == call.root) == (call.verb == Verb::kReduce || call.verb == Verb::kGather);
-  const std::uint64_t ahead = reads ? 0 : pieces - 1;
+  const std::uint64_t ahead = reads_windows(call) ? 0 : pieces - 1;
   struct Window {
     std::size_t offset, bytes, stride, place;
   };

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "../kernels/forget.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -19,14 +20,6 @@ constexpr std::size_t kSourceBytes = 32u << 10;  // stays in it, as what is copi
 constexpr int kTries = 3;
 constexpr std::size_t kProbes = 4;
 constexpr std::uint64_t kFartherBy = 2;  // memory than the caches; else one line more in them would look the same
-
-// Throws the memory out of all caches: a long result was last touched a step of training ago.
-void forget([[maybe_unused]] void* memory) {
-#if defined(__x86_64__)
-  for (std::size_t line = 0; line < kMemoryBytes; line += kLine) __builtin_ia32_clflush(static_cast<char*>(memory) + line);
-  __builtin_ia32_mfence();
-#endif
-}
 
 // What it takes to read a line of each of a few pages. The middle ones: no prefetcher has brought them, and the address of the page is known
 // from its first line.
@@ -61,7 +54,7 @@ Found try_memory() {
   std::uint64_t near_ticks = UINT64_MAX, far_ticks = UINT64_MAX;
   for (int i = 0; i < kTries; ++i) {
     for (const bool streams : {false, true}) {
-      forget(memory);
+      forget(memory, kMemoryBytes);  // a long result was last touched a step of training ago
       far_ticks = std::min(far_ticks, time_lines(memory, kMemoryBytes));
       const std::int64_t start_ns = monotonic_ns();
       for (std::size_t offset = 0; offset < kMemoryBytes; offset += kSourceBytes)

@@ -38,23 +38,26 @@ inline void ask_to_write(void* data, std::size_t bytes) {
 // How far ahead of what a core copies it asks for the lines of a caller's long buffer, which may lie in memory: a processor that
 // does so by itself stops at the end of a page and begins anew in the next.
 inline constexpr std::size_t kReadAhead = kPage;
+// By turns half of what it does meanwhile is something else. (Two ranks on Zen 5, an all_reduce of 1 MiB that an L3 holds half of: 0.65 of the
+// time that it takes where only the next block is asked for.)
+inline constexpr std::size_t kReadAheadByTurns = 2 * kPage;
 inline constexpr std::size_t kAskFrom = 768;  // less has come by the time that it is asked for
 
 inline void ask_to_read(const void* data, std::size_t bytes) {
   for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(static_cast<const char*>(data) + line);
 }
 
-// Copies by plain stores what a caller has, to where another core or another rank of this one reads it. The root of a
-// long broadcast `reads_pages` in turn ([Note: reading ahead]): 0.95 of the time, where chains of ranks would take 1.05.
-inline void copy_by_blocks(void* to, const void* from, std::size_t bytes, bool reads_pages = false) {
-  const std::size_t ahead = bytes > kBlock ? kReadAhead : kBlock;  // by turns the next block comes while the other rank's is read
+// Copies by plain stores what a caller has, to where another core or another rank of this one reads it; `by_pages`, see
+// [Note: reading ahead].
+inline void copy_by_blocks(void* to, const void* from, std::size_t bytes, bool by_pages = false) {
+  const std::size_t ahead = bytes > kBlock ? kReadAhead : kReadAheadByTurns;
   for (std::size_t offset = 0; offset < bytes; offset += kBlock) {
     const std::size_t length = std::min(kBlock, bytes - offset);
     char* const target = static_cast<char*>(to) + offset;
     const char* const source = static_cast<const char*>(from) + offset;
     if (length >= kAskFrom) {
       ask_to_write(target, length);
-      if (reads_pages) {
+      if (by_pages) {
         ReadAhead{true}.fetch<kBlock>(source);
       } else {
         ask_to_read(source + ahead, length);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "../kernels/reduce.h"
 #include "group.h"
@@ -46,17 +47,36 @@ inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed
   copy(to, from, bytes);
 }
 
+// Stores by that way what the ranks stage until it ends.
+struct Group::Staging {
+  Staging(Group& group, bool streams) : group(group), streamed_before(std::exchange(group.streams_, streams)) {}
+  ~Staging() { group.streams_ = streamed_before; }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  Group& group;
+  const bool streamed_before;
+};
+
 template <class Fill, class Use>
 void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   if (load.total == 0) return;
-  if (may_swap(call.verb) && !chosen_.swaps.has_value()) {
+  const bool goes_one_way = has_root(call.verb) && is_long(load.total) && !take_turns();
+  const bool tries_exchange = may_swap(call.verb) && !chosen_.swaps.has_value();
+  const bool tries_one_way = goes_one_way && !chosen_.one_way_streamed.has_value();
+  if (tries_exchange || tries_one_way) {
     publish_in_windows(call, load);
     meet_in_windows(call, load);
     load.has_met = true;
-    try_swaps(call);
+    if (tries_exchange) try_exchange(call);
+    else try_one_way(call);
   }
-  if (may_swap(call.verb) && *chosen_.swaps) in_swaps(call, load, fill, use);
-  else in_rings(call, load, fill, use);
+  if (may_swap(call.verb) && *chosen_.swaps) {
+    const Staging staging{*this, chosen_.swaps_streamed.value_or(streams_)};
+    in_swaps(call, load, fill, use);
+  } else {
+    const Staging staging{*this, goes_one_way ? *chosen_.one_way_streamed : streams_};
+    in_rings(call, load, fill, use);
+  }
   account(load.total, verb_name(call.verb));
 }
 

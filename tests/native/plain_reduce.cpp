@@ -1,5 +1,6 @@
-// reduce.h for the tests of csrc/shm: float32, in plain loops. Those are about who reads and writes what when; the kernels
+// reduce.h and read_ahead.h for the tests of csrc/shm: float32, in plain loops. Those are about who reads and writes what when; the kernels
 // take minutes to compile under a sanitizer, and have tests of their own.
+#include "kernels/read_ahead.h"
 #include "kernels/reduce.h"
 
 #include <algorithm>
@@ -48,5 +49,7 @@ void copy_streamed(void* destination, const void* source, std::size_t bytes) { s
 void copy_streamed_unfenced(void* destination, const void* source, std::size_t bytes) { copy_streamed(destination, source, bytes); }
 
 void store_fence() {}
+
+bool pages_win() { return true; }
 
 }  // namespace pycomm

@@ -154,6 +154,12 @@ void long_results(int rank, Group& world) {
   float* const reduced = rank == 0 ? wide.data() : whole.data();
   world.all_reduce(reduced, wide.data(), call_of(Verb::kAllReduce, n * numel));
   expect(same(reduced, sums_of(world.ranks()), n * numel), named("all_reduce in place on one rank", rank, n * numel));
+  const int root = world.ranks() - 1;
+  wide = input_of(rank, n * numel);
+  world.reduce(whole.data(), wide.data(), call_of(Verb::kReduce, n * numel, root));
+  if (rank == root) expect(same(whole.data(), sums_of(world.ranks()), n * numel), named("long reduce", rank, n * numel));
+  world.broadcast(wide.data(), call_of(Verb::kBroadcast, n * numel, root));
+  expect(same(wide, input_of(root, n * numel)), named("long broadcast", rank, n * numel));
 }
 
 // Small calls, with a pause now and then, so that some waits spin, some yield and some sleep.
@@ -173,11 +179,12 @@ void barriers(int rank, Group& world) {
 }  // namespace
 
 void test_collectives() {
-  const struct { int ranks, ranks_per_core; std::optional<bool> swaps; } kWorlds[] = {
-      {1, 1, {}}, {2, 1, false}, {2, 1, true}, {2, 2, {}}, {3, 1, {}}, {4, 2, {}}, {5, 3, {}}};
+  const struct { int ranks, ranks_per_core; std::optional<bool> swaps, streamed; } kWorlds[] = {
+      {1, 1, {}, {}}, {2, 1, false, false}, {2, 1, true, true}, {2, 2, {}, {}}, {3, 1, {}, {}}, {4, 2, {}, {}}, {5, 3, {}, {}}};
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
     host.choices.swaps = world.swaps;
+    host.choices.swaps_streamed = host.choices.one_way_streamed = world.streamed;
     run("collectives", host, [&](int rank, Group& group) {
       for (const std::size_t numel : kNumels) {
         if (numel == kLongest && world.ranks > 3) continue;  // a sanitizer takes minutes for what n ranks hold of n parts

@@ -103,7 +103,7 @@ void read_directly() {
 // Where nothing need be tried, each message goes once, and directly.
 void move_at_once(int ranks) {
   Host host(ranks);
-  host.choices = {true, true, true};
+  host.choices.delivers_directly = host.choices.exchanges_directly = true;
   reads = writes = 0;
   run("at once", host, [](int rank, Group& world) { move_all(rank, world, "directly"); });
   const int others = ranks - 1, a_gather = ranks == 2 ? 1 : 0, a_scatter = a_gather;  // of more ranks, in windows

@@ -20,5 +20,5 @@
 #include "shm/moving.cpp"
 #include "shm/process.cpp"
 #include "shm/stores.cpp"
-#include "shm/swaps.cpp"
 #include "shm/wait.cpp"
+#include "shm/windows.cpp"

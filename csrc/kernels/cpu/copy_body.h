@@ -6,8 +6,8 @@ namespace pycomm::PYCOMM_ISA {
 // under way, which the stores need too. (Two ranks on Sapphire Rapids, a broadcast of 4 to 16 MiB: 0.93 of the time.)
 inline constexpr std::size_t kInsideAhead = 4096;
 
-// With `reads_ahead`, behind the end of the source too: no other core may be writing there.
-template <bool reads_ahead>
+// With `by_pages` it asks for what lies behind the end of the source too: no other core may be writing there.
+template <bool by_pages>
 void copy_past_caches(char* destination, const char* source, std::size_t bytes) {
   using V = VectorOf<char, PYCOMM_VECTOR_BYTES>::type;
   const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(destination) % sizeof(V);
@@ -17,7 +17,7 @@ void copy_past_caches(char* destination, const char* source, std::size_t bytes) 
     destination += head, source += head, bytes -= head;
   }
   for (; bytes >= 4 * sizeof(V); destination += 4 * sizeof(V), source += 4 * sizeof(V), bytes -= 4 * sizeof(V)) {
-    if constexpr (reads_ahead) {
+    if constexpr (by_pages) {
       ReadAhead{true}.fetch<4 * sizeof(V)>(source);
     } else if (bytes >= kInsideAhead + 4 * sizeof(V)) {
       ReadAhead{false}.fetch<4 * sizeof(V), kInsideAhead, /*is_written=*/false, kToL2>(source);

@@ -21,13 +21,13 @@ void spread_codes(std::uint8_t* codes, const std::uint8_t* packed, std::size_t c
 }
 
 // How values get to where they belong.
-enum class Put { kStored, kStreamed, kAdded, kAddedToLong };
+enum class Put { kStored, kStreamed, kAdded, kAddedByPages };
 
 // Adds `value` to, or writes it over, the elements at `to`. Every NaN becomes the one.
 template <class W, Put put>
 PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<float> value) {
-  if constexpr (put == Put::kAdded || put == Put::kAddedToLong) {
-    constexpr ReadAhead ahead{put == Put::kAddedToLong};
+  if constexpr (put == Put::kAdded || put == Put::kAddedByPages) {
+    constexpr ReadAhead ahead{put == Put::kAddedByPages};
     if constexpr (W::kLanes > 1) ahead.fetch<sizeof(value)>(to + i);
     value = load_floats<W>(to, i) + value;
   }
@@ -169,7 +169,7 @@ template <class Format>
 void run_dequantize(const DequantizeJob& job) {
   // A vector is streamed to an address that is a multiple of its size; blocks are of 32 elements and so keep that.
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(job.flat) % PYCOMM_VECTOR_BYTES == 0;
-  if (job.is_added && 4 * job.numel >= kLongBytes) return Dequantizer<Format, Put::kAddedToLong>(job).run();
+  if (job.is_added && reads_by_pages(4 * job.numel)) return Dequantizer<Format, Put::kAddedByPages>(job).run();
   if (job.is_added) return Dequantizer<Format, Put::kAdded>(job).run();
   if (job.is_streamed && is_aligned) return Dequantizer<Format, Put::kStreamed>(job).run();
   Dequantizer<Format, Put::kStored>(job).run();

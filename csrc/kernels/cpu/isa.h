@@ -38,11 +38,13 @@ struct CollectPass {
   std::size_t capacity;
 };
 
-// Input that long is in no cache; see [Note: reading ahead].
-inline constexpr std::size_t kLongBytes = std::size_t{32} << 20;
+inline constexpr std::size_t kLongBytes = std::size_t{32} << 20;  // what is as long is in no cache
 
-// How contiguous elements are converted: with plain stores, past the caches, or that and read as long input is.
-enum class Run { kCached, kStreamed, kLong };
+// Whether input of so many bytes is read by pages; see [Note: reading ahead].
+bool reads_by_pages(std::size_t bytes);
+
+// How contiguous elements are converted: with plain stores, past the caches, or that and read by pages.
+enum class Run { kCached, kStreamed, kByPages };
 
 struct Codecs {
   void (*quantize[kPayloadFormats])(const QuantizeJob&);

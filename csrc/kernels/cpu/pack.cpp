@@ -62,7 +62,7 @@ void move_items(const PackPart& part, std::size_t first, std::size_t count, char
 Run run_of(const PackJob& job, std::size_t count) {
   if (!job.is_streamed || count < kStreamedNumel) return Run::kCached;
   const std::size_t bytes = (job.end - job.begin) * kPackItemBytes[static_cast<int>(job.type)];
-  return bytes >= kLongBytes && count >= kLongNumel ? Run::kLong : Run::kStreamed;
+  return count >= kLongNumel && reads_by_pages(bytes) ? Run::kByPages : Run::kStreamed;
 }
 
 // Converts elements [first, first + count) of `part` from (or to, if `is_unpack`) the bucket at `bucket`.

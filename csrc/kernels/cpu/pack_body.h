@@ -37,7 +37,7 @@ template <class To, class From, bool is_scaled, Run run>
 void convert_all(char* to, const char* from, std::size_t numel, float scale) {
   constexpr std::size_t kTo = sizeof(typename To::Storage), kFrom = sizeof(typename From::Storage);
   constexpr bool is_streamed = run != Run::kCached;
-  constexpr ReadAhead ahead{run == Run::kLong};
+  constexpr ReadAhead ahead{run == Run::kByPages};
   std::size_t i = 0;
   if constexpr (is_streamed) {
     while (i < numel && reinterpret_cast<std::uintptr_t>(to + i * kTo) % (kLanesOfFloat * kTo) != 0) {
@@ -69,7 +69,7 @@ void convert_run(char* to, const char* from, std::size_t numel, float scale) {
   } else if constexpr (run == Run::kCached) {
     copy_plain(to, from, numel * sizeof(typename To::Storage));
   } else {
-    copy_past_caches<run == Run::kLong>(to, from, numel * sizeof(typename To::Storage));
+    copy_past_caches<run == Run::kByPages>(to, from, numel * sizeof(typename To::Storage));
   }
 }
 
@@ -77,7 +77,7 @@ template <PackType to, PackType from>
 void run_convert(char* data, const char* source, std::size_t numel, float scale, Run run) {
   // To stream from a misaligned item would never reach an aligned vector.
   if (reinterpret_cast<std::uintptr_t>(data) % sizeof(typename PackElement<to>::Storage) != 0) run = Run::kCached;
-  if (run == Run::kLong) return convert_run<to, from, Run::kLong>(data, source, numel, scale);
+  if (run == Run::kByPages) return convert_run<to, from, Run::kByPages>(data, source, numel, scale);
   if (run == Run::kStreamed) return convert_run<to, from, Run::kStreamed>(data, source, numel, scale);
   convert_run<to, from, Run::kCached>(data, source, numel, scale);
 }

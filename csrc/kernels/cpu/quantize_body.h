@@ -298,7 +298,7 @@ template <class Format, bool stochastic, bool has_residual>
 struct Quantizer {
   const QuantizeJob job;  // a copy: no store can change it
   const PayloadLayout layout{job.format, job.numel, job.block_numel};
-  const ReadAhead ahead{4 * job.numel >= kLongBytes};
+  const ReadAhead ahead{reads_by_pages(4 * job.numel)};
   alignas(64) std::uint8_t codes[kChunk];
   alignas(64) std::uint8_t packed[kChunk];
   Random random;

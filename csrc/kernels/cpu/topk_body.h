@@ -62,11 +62,11 @@ struct Candidates {
 //
 // A branch for each group of elements that has a candidate would be foretold wrongly every other time. So of each block
 // the groups that have some are noted first, without a branch, and then gone through.
-template <bool has_residual, bool is_long>
+template <bool has_residual, bool by_pages>
 std::size_t collect_candidates(const CollectPass& pass) {
   using I = typename Floats::Of<std::int32_t>;
   constexpr std::size_t kGroups = 64;  // a block is 8 KiB with AVX2: it stays in the L1 cache
-  constexpr ReadAhead ahead{is_long};
+  constexpr ReadAhead ahead{by_pages};
   Candidates candidates{pass, has_residual ? pass.residual : pass.flat};
   std::size_t i = 0;
   while (i + kGroup <= pass.numel) {
@@ -94,7 +94,7 @@ std::size_t collect_candidates(const CollectPass& pass) {
 
 template <bool has_residual>
 std::size_t run_collect_long_or_short(const CollectPass& pass) {
-  return 4 * pass.numel >= kLongBytes ? collect_candidates<has_residual, true>(pass) : collect_candidates<has_residual, false>(pass);
+  return reads_by_pages(4 * pass.numel) ? collect_candidates<has_residual, true>(pass) : collect_candidates<has_residual, false>(pass);
 }
 
 inline std::size_t run_collect(const CollectPass& pass) {
