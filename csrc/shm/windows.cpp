@@ -32,13 +32,13 @@ void Group::try_exchange(const Call& call) {
 
 void Group::try_one_way(const Call& call) {
   std::vector<unsigned char> data(kLongFrom);  // sent, or received
-  const Load load{kLongFrom, 1, /*has_met=*/true, /*is_long=*/true};
+  const Load load{kLongFrom, 1, /*has_met=*/true, /*is_long=*/true, memory_prefers_streams()};
   const bool reads = reads_windows(call);
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) {
     if (!reads) put(part(rank_, 0), data.data() + offset, length, /*is_long=*/true);
   };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) {
-    if (reads) keep(data.data() + offset, part(rank_ == call.root ? (rank_ + 1) % ranks_ : call.root, 0), length, memory_prefers_streams());
+    if (reads) keep(data.data() + offset, part(rank_ == call.root ? (rank_ + 1) % ranks_ : call.root, 0), length, load.is_streamed);
   };
   const auto by_rings = [&](bool streams) {
     const Staging staging{*this, streams};
