@@ -18,6 +18,7 @@ constexpr std::size_t kMeasureEvery = 32u << 20; // bytes of traffic, a few mill
 constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
 constexpr double kMoved = 1.5;                   // a latency that has changed by so much is that of other cores
 constexpr std::size_t kTrialBytes = 2048;        // of the exchanges that choose; fits every slot
+constexpr double kStreamsWin = 0.9;              // non-temporal stores are chosen where they take less than that share of the time
 
 }  // namespace
 
@@ -56,7 +57,7 @@ void Group::measure_line(const char* verb) {
     for (const bool streams : {false, true})
       if (is_elsewhere) mine.exchange_ns[streams] = time_exchanges(peer, streams, verb);
     // Where ranks take turns, some of a pair's tries may all have been disturbed, so every pair must be for it.
-    const std::uint32_t against = worst([](const Ping& its) -> std::uint32_t { return its.line_ns > 0 && !streams_win(its.exchange_ns[true], its.exchange_ns[false]); });
+    const std::uint32_t against = worst([](const Ping& its) -> std::uint32_t { return its.line_ns > 0 && its.exchange_ns[true] >= kStreamsWin * its.exchange_ns[false]; });
     streams_ = against == 0;
     chosen_ = setup_.choices;
   }

@@ -84,9 +84,6 @@ inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes)
   copy_plain(to, from, bytes);
 }
 
-// Whether non-temporal stores took so much less time that they are chosen.
-inline bool streams_win(double streamed_ns, double plain_ns) { return streamed_ns < 0.9 * plain_ns; }
-
 // Whether non-temporal stores are the faster way to write what will not stay in the caches. Found out once a process, in
 // some 20 ms: they spare reading the line. (Sapphire Rapids, 4 MiB that no cache holds: half the time; 64 KiB that an L2 holds: 1.4 times.)
 bool memory_prefers_streams();
