@@ -74,20 +74,23 @@ class Group {
   class WayByLength {  // what pays for long messages need not for shorter ones
    public:
     WayByLength() = default;
-    WayByLength(bool all) { ways_.fill(all); }
-    Way& of(std::size_t bytes) {
-      std::size_t i = 0;
-      while (i + 1 < ways_.size() && bytes >= kSecondFrom << (2 * i)) ++i;
-      return ways_[i];
-    }
+    WayByLength(bool all) : WayByLength(Way(all)) {}
+    WayByLength(Way all) { ways_.fill(all); }
+    Way& of(std::size_t bytes) { return ways_[class_of(bytes)]; }
+    const Way& of(std::size_t bytes) const { return ways_[class_of(bytes)]; }
 
    private:
     static constexpr std::size_t kSecondFrom = 32u << 10;  // each begins at four times the length of the one before
+    std::size_t class_of(std::size_t bytes) const {
+      std::size_t i = 0;
+      while (i + 1 < ways_.size() && bytes >= kSecondFrom << (2 * i)) ++i;
+      return i;
+    }
     std::array<Way, 4> ways_;
   };
   struct Choices {
-    Way swaps;                       // two ranks swap regions, or read each other's rings
-    Way swaps_streamed;              // which they fill by non-temporal stores
+    WayByLength swaps;               // two ranks swap regions, or read each other's rings
+    WayByLength swaps_streamed;      // which they fill by non-temporal stores
     Way one_way_streamed;            // so do those that only fill: of a long message from one root, or to it
     WayByLength delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
     WayByLength exchanges_directly;  // what each sends to each
@@ -270,7 +273,7 @@ class Group {
   // Whether a result is to be written past the caches.
   bool streams_output(const void* output, std::size_t bytes, std::size_t message_bytes);
   bool may_swap(Verb verb) const;
-  void try_exchange(const Call& call);
+  void try_exchange(const Call& call, std::size_t bytes);
   void try_one_way(const Call& call);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
   // those that it expects from each; behind it, where its input lies.

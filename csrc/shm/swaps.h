@@ -13,7 +13,7 @@
 //
 // Two ranks on Sapphire Rapids take for an all_reduce in place, of buffers that their L3 holds, 0.8 of the time of the rings at
 // 4 KiB, 0.77 at 256 KiB and 1 MiB, 0.86 at 64 MiB. On AMD's Zen 3 a line that another core holds dirty is slow to
-// come, and rings that are longer than its L2 may be better; so a group tries both.
+// come, and rings that are longer than its L2 may be better; so a group tries both, for short and for long messages.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ inline std::size_t step_of(std::size_t piece) {
 }
 
 inline bool Group::is_short(Verb verb, std::size_t bytes) const {
-  return bytes <= (may_swap(verb) && chosen_.swaps.value_or(true) ? kSlotTo : at_.short_bytes);
+  return bytes <= (may_swap(verb) && chosen_.swaps.of(bytes).value_or(true) ? kSlotTo : at_.short_bytes);
 }
 
 inline bool Group::may_swap(Verb verb) const { return ranks_ == 2 && !has_root(verb) && !take_turns(); }

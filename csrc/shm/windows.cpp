@@ -6,15 +6,17 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kTriedBytes = 256u << 10;  // by two ranks that send each other as much
+constexpr std::size_t kTriedFrom = 64u << 10, kTriedTo = 1u << 20;  // by two ranks that send each other as much
 constexpr double kClearly = 0.9;  // short messages lose a third by a wrong choice, and something else may have had a core during the trial
 
 }  // namespace
 
-void Group::try_exchange(const Call& call) {
-  const std::vector<unsigned char> sent(kTriedBytes);
-  std::vector<unsigned char> received(kTriedBytes);
-  const Load load{kTriedBytes, 1, /*has_met=*/true};
+// Between two L3s of Zen 5 regions are faster up to 256 KiB, by plain stores, and rings from 1 MiB on, by non-temporal ones.
+void Group::try_exchange(const Call& call, std::size_t bytes) {
+  const std::size_t tried = std::clamp(bytes, kTriedFrom, kTriedTo);  // of that class of lengths; what is shorter cannot be timed
+  const std::vector<unsigned char> sent(tried);
+  std::vector<unsigned char> received(tried);
+  const Load load{tried, 1, /*has_met=*/true};
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), sent.data() + offset, length); };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) { copy(received.data() + offset, part(1 - rank_, 0), length); };
   const auto by_rings = [&] { return in_rings(call, load, fill, use), true; };
@@ -23,11 +25,11 @@ void Group::try_exchange(const Call& call) {
     return in_swaps(call, load, fill, use), true;
   };
   const char* const verb = verb_name(call.verb);
-  walk_ring(verb, kTriedBytes, by_rings);
+  walk_ring(verb, tried, by_rings);
   // The few lines of measure_line()'s trial may go sooner by non-temporal stores where regions, which change hands anyway, do not.
   const bool streams = streams_ && *is_faster(verb, [&] { return by_swaps(false); }, [&] { return by_swaps(true); }, kClearly);
-  chosen_.swaps_streamed = streams;
-  chosen_.swaps = !*is_faster(verb, [&] { return by_swaps(streams); }, by_rings, kClearly);
+  chosen_.swaps_streamed.of(bytes) = streams;
+  chosen_.swaps.of(bytes) = !*is_faster(verb, [&] { return by_swaps(streams); }, by_rings, kClearly);
 }
 
 void Group::try_one_way(const Call& call) {

@@ -61,17 +61,17 @@ template <class Fill, class Use>
 void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   if (load.total == 0) return;
   const bool goes_one_way = has_root(call.verb) && is_long(load.total) && !take_turns();
-  const bool tries_exchange = may_swap(call.verb) && !chosen_.swaps.has_value();
+  const bool tries_exchange = may_swap(call.verb) && !chosen_.swaps.of(load.total).has_value();
   const bool tries_one_way = goes_one_way && !chosen_.one_way_streamed.has_value();
   if (tries_exchange || tries_one_way) {
     publish_in_windows(call, load);
     meet_in_windows(call, load);
     load.has_met = true;
-    if (tries_exchange) try_exchange(call);
+    if (tries_exchange) try_exchange(call, load.total);
     else try_one_way(call);
   }
-  if (may_swap(call.verb) && *chosen_.swaps) {
-    const Staging staging{*this, chosen_.swaps_streamed.value_or(streams_)};
+  if (may_swap(call.verb) && *chosen_.swaps.of(load.total)) {
+    const Staging staging{*this, chosen_.swaps_streamed.of(load.total).value_or(streams_)};
     in_swaps(call, load, fill, use);
   } else {
     const Staging staging{*this, goes_one_way ? *chosen_.one_way_streamed : streams_};

@@ -184,7 +184,8 @@ void test_collectives() {
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
     host.choices.swaps = world.swaps;
-    host.choices.swaps_streamed = host.choices.one_way_streamed = world.streamed;
+    host.choices.swaps_streamed = world.streamed;
+    host.choices.one_way_streamed = world.streamed;
     run("collectives", host, [&](int rank, Group& group) {
       for (const std::size_t numel : kNumels) {
         if (numel == kLongest && world.ranks > 3) continue;  // a sanitizer takes minutes for what n ranks hold of n parts
