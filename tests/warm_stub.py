@@ -29,6 +29,7 @@ def main(path: str, arguments: list[str]) -> int:
         files = [fd for fd in files if fd != server.fileno() and is_handed_on(fd)]
         server.connect(path)
         request = marshal.dumps((arguments, os.getcwd(), dict(os.environb), files))
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # the program runs before its pid has come here
         socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
         server.sendall(request)
         pid = int.from_bytes(server.recv(8, socket.MSG_WAITALL), "big")
@@ -38,6 +39,7 @@ def main(path: str, arguments: list[str]) -> int:
         signal.set_wakeup_fd(comes)
         for number in PASSED_ON if pid else ():
             signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         for fd in files:
             os.close(fd)  # whoever waits for the end of a pipe waits for the other process's alone
         while server not in select.select([server, came], [], [])[0]:
