@@ -26,6 +26,9 @@ namespace pycomm::shm {
 inline constexpr std::size_t kStep = 16u << 10;   // so much is filled before the other rank is told
 inline constexpr std::size_t kTwoStepsFrom = 4u << 10;
 inline constexpr std::size_t kMostSteps = kRegionBytes / kStep;  // of a region
+// By turns the processor does not read ahead of what the other rank has filled: two ranks on Zen 5 take 0.95 of the time within one L3, and
+// 0.75 between two.
+inline constexpr std::size_t kWindowAhead = 2 * kBlock;
 inline constexpr std::size_t kSlotTo = 64;  // a longer message is sooner in a region, of which the lines are there, than in a slot
 
 // What is not long is two steps, or one if it is short: a rank fills the second while the first one's news is on its way (4 KiB: 0.93 of the time).
@@ -45,7 +48,8 @@ void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
   const std::size_t piece = even_piece(load.total, kRegionBytes), stride = step_of(piece), steps = (piece + stride - 1) / stride;
   // By turns, [Note: by turns], where there is something to fill. A fence after each block would cost more than that gains; and a whole step
   // at once the processor reads further ahead by itself: 32 and 64 KiB take 0.85 of the time, 4 KiB 0.97.
-  const std::size_t block = load.is_streamed || load.total <= kRegionBytes ? stride : kBlock;
+  const bool by_turns = !load.is_streamed && load.total > kRegionBytes;
+  const std::size_t block = by_turns ? kBlock : stride;
   const auto apply = [&](auto& function, unsigned char* window, std::size_t offset, std::size_t at, std::size_t end) {
     if (at >= end) return;
     const auto part = [&](int, std::size_t) { return window + at; };  // the only one, of the only other rank
@@ -67,8 +71,12 @@ void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
     for (std::size_t step = 0; step < end; step += stride, ++window_) {
       if (!has_come || offset + step > 0) await_windows(verb);
       const std::size_t step_end = std::min(end, step + stride);
-      ask_to_read(window + step, std::min(kBlock, step_end - step));  // it begins to read ahead only then
+      const auto ask = [&](std::size_t from, std::size_t bytes) {
+        if (from < step_end) ask_to_read(window + from, std::min(bytes, step_end - from));
+      };
+      ask(step, by_turns ? kWindowAhead : kBlock);  // it begins to read ahead only then
       for (std::size_t at = step; at < step_end; at += block) {
+        if (by_turns) ask(at + kWindowAhead, block);
         apply(use, window, offset, at, step_end);
         apply(fill, window, offset + end, at, std::min(step_end, next_end));
       }
