@@ -275,6 +275,7 @@ class Group {
   bool may_swap(Verb verb) const;
   void try_exchange(const Call& call, std::size_t bytes);
   void try_one_way(const Call& call);
+  std::vector<unsigned char> memory_to_try(std::size_t bytes);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
   // those that it expects from each; behind it, where its input lies.
   std::size_t splits_bytes() const { return 2 * static_cast<std::size_t>(ranks_) * sizeof(std::size_t); }

@@ -1,6 +1,10 @@
 // How a group's long messages cross: it tries that once, and again when its cores have moved.
 #include "windows.h"
 
+#include <new>
+#include <string>
+#include <vector>
+
 #include "trial.h"
 
 namespace pycomm::shm {
@@ -11,11 +15,23 @@ constexpr double kClearly = 0.9;  // short messages lose a third by a wrong choi
 
 }  // namespace
 
+std::vector<unsigned char> Group::memory_to_try(std::size_t bytes) {
+  std::vector<unsigned char> memory;
+  or_tell([&] {
+    try {
+      memory.resize(bytes);
+    } catch (const std::bad_alloc&) {
+      throw Broken("shared memory: there are no " + std::to_string(bytes) + " bytes to try out how long messages go");
+    }
+  });
+  return memory;
+}
+
 // Between two L3s of Zen 5 regions are faster up to 256 KiB, by plain stores, and rings from 1 MiB on, by non-temporal ones.
 void Group::try_exchange(const Call& call, std::size_t bytes) {
   const std::size_t tried = std::clamp(bytes, kTriedFrom, kTriedTo);  // of that class of lengths; what is shorter cannot be timed
-  const std::vector<unsigned char> sent(tried);
-  std::vector<unsigned char> received(tried);
+  const std::vector<unsigned char> sent = memory_to_try(tried);
+  std::vector<unsigned char> received = memory_to_try(tried);
   const Load load{tried, 1, /*has_met=*/true};
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), sent.data() + offset, length); };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) { copy(received.data() + offset, part(1 - rank_, 0), length); };
@@ -33,7 +49,7 @@ void Group::try_exchange(const Call& call, std::size_t bytes) {
 }
 
 void Group::try_one_way(const Call& call) {
-  std::vector<unsigned char> data(kLongFrom);  // sent, or received
+  std::vector<unsigned char> data = memory_to_try(kLongFrom);  // sent, or received
   const Load load{kLongFrom, 1, /*has_met=*/true, /*is_long=*/true, memory_prefers_streams()};
   const bool reads = reads_windows(call);
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) {
