@@ -57,6 +57,8 @@ class ChannelWriter : public ChannelEnd {
  public:
   using ChannelEnd::ChannelEnd;
 
+  // Whether it has been round the ring.
+  bool is_walked() const { return at_ >= ring_bytes_; }
   bool has_room(std::size_t bytes) {
     const auto room = [this] { return ring_bytes_ - (at_ - seen_); };
     if (room() >= bytes) return true;

@@ -57,7 +57,7 @@ Group::Group(Setup setup)
   waiter_->name(setup_.name, &seq_);
   mailbox_ = std::make_unique<Mailbox>(area_, at_, Waiter::Setup{reinterpret_cast<Control*>(area_ + at_.mail_control),
                                        reinterpret_cast<Sleeper*>(area_ + at_.mail_sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
-                                       setup_.ranks_per_core, setup_.about_to_block, setup_.check_interrupt}, setup_.name,
+                                       setup_.ranks_per_core, setup_.about_to_block, setup_.check_interrupt}, setup_.name, setup_.choices.offers_messages,
                                        [this](std::size_t offset, std::size_t bytes) { mapping_->populate(offset, bytes, false); });
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};

@@ -94,6 +94,7 @@ class Group {
     Way one_way_streamed;            // so do those that only fill: of a long message from one root, or to it
     WayByLength delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
     WayByLength exchanges_directly;  // what each sends to each
+    Way offers_messages;             // that are exchanged; [Note: trials of offers]
   };
   struct Setup {
     int fd;                         // the host's memfd

@@ -115,7 +115,9 @@ struct AreaLayout {
     // A window and its results take at most 3/2 of this, and four such must fit the ring: then the last two windows lie
     // whole behind the place of the next, also where that starts over at 0 after windows of any lengths.
     at.window_bytes = at.ring_bytes / 7 / kPage * kPage;
-    at.channel_bytes = ranks <= 8 ? 256 * 1024 : ranks <= 32 ? 64 * 1024 : 16 * 1024;
+    // As long as a ring where there are few, and for the same reason. (Two ranks on Zen 5: messages of 64 KiB to 256 KiB one after the other take
+    // 0.62 of the time that they take by 256 KiB.)
+    at.channel_bytes = ranks <= 2 ? 2u << 20 : ranks <= 4 ? 1u << 20 : ranks <= 8 ? 256 * 1024 : ranks <= 32 ? 64 * 1024 : 16 * 1024;
     const auto n = static_cast<std::size_t>(ranks);
     std::size_t end = round_up(sizeof(Control), kLine);
     const auto take = [&end](std::size_t bytes, std::size_t unit) {

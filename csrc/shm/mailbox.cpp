@@ -38,11 +38,11 @@ struct OnBoard {
 
 }  // namespace
 
-Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, Populate populate)
+Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, std::optional<bool> offers, Populate populate)
     : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins), forks_at_start_(forks()),
       // Who sends what this rank waits for may itself wait for ranks of other cores; those of a collective take turns.
       most_yield_ns_(setup.ranks_per_core * setup.ranks_per_core * kMostYieldNs), yield_ns_(most_yield_ns_),
-      pids_(setup.pids), pidfds_(setup.pidfds), waiter_(std::move(setup)), populate_(std::move(populate)) {
+      pids_(setup.pids), pidfds_(setup.pidfds), waiter_(std::move(setup)), offers_(offers), populate_(std::move(populate)) {
   waiter_.name(std::move(group), &messages_);
   auto* const counters = reinterpret_cast<LineCounter*>(area + at.mail_counters);
   const auto counter = [&](int from, int to, int which) -> std::uint64_t& { return counters[3 * (from * ranks_ + to) + which].value; };

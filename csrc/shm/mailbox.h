@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,6 +24,7 @@
 #include "layout.h"
 #include "memory.h"
 #include "offer.h"
+#include "offer_trials.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -50,8 +52,8 @@ class Mailbox {
   // Allocates [offset, offset + bytes) of the area, before its first use.
   using Populate = std::function<void(std::size_t, std::size_t)>;
 
-  // `area` is the group's memory, laid out as `at`.
-  Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, Populate populate);
+  // `area` is the group's memory, laid out as `at`. `offers`: whether messages that are exchanged are, where that is not to be tried.
+  Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, std::optional<bool> offers, Populate populate);
   ~Mailbox();
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
@@ -94,6 +96,7 @@ class Mailbox {
     std::deque<std::shared_ptr<Message>> messages;
     bool is_populated = false;
     bool may_offer = true;            // until the kernel refuses
+    OfferTrials trials{};
     std::uint64_t offers = 0;         // so many were made
     int looks = 0;                    // at the last one
   };
@@ -113,7 +116,6 @@ class Mailbox {
 
   unsigned char* ring(int from, int to) const;
   static bool is_apart(const Frame& frame);
-  bool may_offer(const Outbound& outbound, const Message& message) const;
   static std::size_t next_piece(const Message& message, const ChannelWriter& channel);
   std::shared_ptr<Message> start(std::shared_ptr<Message> message);
   // Takes mutex_, for which another thread may have to copy first. Throws Misuse in a forked child, where nobody might give it back.
@@ -127,7 +129,8 @@ class Mailbox {
   // All of these are called with mutex_ held. The bool ones say whether a byte moved.
   bool progress();
   bool push(Outbound& outbound, std::size_t most);
-  void write_frame(Outbound& outbound, Message& message);
+  bool offers(Outbound& outbound, const std::shared_ptr<Message>& message);  // rather than to send it through the channel
+  void write_frame(Outbound& outbound);  // of the next message
   bool is_offer_open(Outbound& outbound, Message& message);  // else it is done, or its bytes go through the channel
   void retract(Outbound& outbound);
   bool pull(int from, std::size_t most);
@@ -154,6 +157,7 @@ class Mailbox {
   std::vector<int> pids_, pidfds_;
   Waiter waiter_;
   Log* log_ = nullptr;
+  const std::optional<bool> offers_;
   Populate populate_;
 
   std::mutex mutex_;                      // guards everything below

@@ -10,16 +10,12 @@ namespace pycomm::shm {
 namespace {
 
 constexpr std::size_t kMostAtOnce = 256 * 1024;  // so much moves before other threads get a turn
+constexpr std::size_t kStreamedFrom = 2u << 20;  // what is shorter may stay in the caches
 
 }  // namespace
 
 // Whether the bytes begin on the line after their frame: else they share it.
 bool Mailbox::is_apart(const Frame& frame) { return frame.bytes > kLine - sizeof(Frame); }
-
-bool Mailbox::may_offer(const Outbound& outbound, const Message& message) const {
-  if (!outbound.may_offer || outbound.to == rank_ || !is_offerable(message.bytes)) return false;
-  return std::any_of(receives_.begin(), receives_.end(), [&](const auto& m) { return m->peer == outbound.to && is_offerable(m->bytes); });
-}
 
 // What there must be room for, for `message` to go on.
 std::size_t Mailbox::next_piece(const Message& message, const ChannelWriter& channel) {
@@ -66,7 +62,7 @@ bool Mailbox::push(Outbound& outbound, std::size_t most) {
     Message& message = *outbound.messages.front();
     if (!message.is_framed) {
       if (!channel.has_room(sizeof(Frame))) return moved;
-      write_frame(outbound, message);
+      write_frame(outbound);
       if (message.is_offered && channel.tell()) waiter_.published(outbound.to);
       moved = true;
     }
@@ -83,15 +79,26 @@ bool Mailbox::push(Outbound& outbound, std::size_t most) {
     channel.end_message();
     if (channel.tell()) waiter_.published(outbound.to);
     message.is_done = true;
+    outbound.trials.look();
     outbound.messages.pop_front();
     --sends_;
   }
   return moved;
 }
 
-void Mailbox::write_frame(Outbound& outbound, Message& message) {
+bool Mailbox::offers(Outbound& outbound, const std::shared_ptr<Message>& message) {
+  if (!outbound.may_offer || outbound.to == rank_ || !is_offerable(message->bytes)) return false;
+  const auto is_exchanged = [&](const auto& other) { return other->peer == outbound.to && is_offerable(other->bytes); };
+  const auto received = std::find_if(receives_.begin(), receives_.end(), is_exchanged);
+  if (received == receives_.end()) return false;
+  if (offers_) return *offers_;
+  return outbound.channel.is_walked() && outbound.trials.offers(message, *received);
+}
+
+void Mailbox::write_frame(Outbound& outbound) {
+  Message& message = *outbound.messages.front();
   message.is_framed = true;
-  message.is_offered = may_offer(outbound, message);
+  message.is_offered = offers(outbound, outbound.messages.front());
   const Frame frame{message.bytes, static_cast<std::int32_t>(message.tag), message.is_offered};
   outbound.channel.write(&frame, sizeof frame);
   if (message.is_offered) {
@@ -111,6 +118,7 @@ bool Mailbox::is_offer_open(Outbound& outbound, Message& message) {
   const bool is_patient = message.bytes > at_.channel_bytes || ++outbound.looks < looks_at_offer(message.bytes);
   if (state == Offer::kOffered && (is_patient || !outbound.offer.withdraw(outbound.offers))) return true;
   if (state == Offer::kRead) message.moved = message.bytes;
+  else outbound.trials.drop();
   if (state == Offer::kRefused) outbound.may_offer = false;
   message.is_offered = false;
   return false;
@@ -148,6 +156,7 @@ bool Mailbox::pull(int from, std::size_t most) {
       if (channel.is_between_pieces() && channel.tell()) waiter_.published(from);
     }
     close_inbound(inbound);
+    outbound_[from].trials.look();
   }
 }
 
@@ -161,7 +170,7 @@ void Mailbox::open_inbound(int from) {
     inbound.channel.go_to_next_line();
   }
   inbound.is_open = true;
-  inbound.is_streamed = inbound.frame.bytes > kOfferTo && memory_prefers_streams();
+  inbound.is_streamed = inbound.frame.bytes >= kStreamedFrom && memory_prefers_streams();
   inbound.moved = 0;
   inbound.is_dropped = false;
   for (const auto& message : receives_) {

@@ -5,6 +5,7 @@
 
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -163,7 +164,7 @@ void write_too_late() {
 // -- offers of messages -------------------------------------------------------------------------------------------------------
 
 constexpr std::int64_t kPatienceNs = 600'000'000'000;
-constexpr std::size_t kOffered = 30'000, kOfferedBytes = kOffered * sizeof(float);  // half of a channel
+constexpr std::size_t kOffered = 30'000, kOfferedBytes = kOffered * sizeof(float);  // a channel has room for it
 
 using Sent = std::shared_ptr<Message>;
 Sent start_receive(Group& group, std::vector<float>& data, std::int64_t tag) {
@@ -196,6 +197,7 @@ void exchange_offers(int rank, Group& group, const std::string& what) {
 
 void take_offers() {
   Host host(2);
+  host.choices.offers_messages = true;
   reads = 0;
   run("offers", host, [](int rank, Group& group) { exchange_offers(rank, group, "read"); });
   // Either may have sent the second message before it posted the receive of it, or withdrawn one while the other was being scheduled.
@@ -204,6 +206,7 @@ void take_offers() {
 
 void refuse_offers() {
   Host host(2);
+  host.choices.offers_messages = true;
   reads = 0;
   run("refused offers", host, [](int rank, Group& group) {
     is_forbidden = rank == 1;
@@ -212,9 +215,49 @@ void refuse_offers() {
   });
 }
 
+// Exchanges of one length, of which some go either way.
+void try_offers() {
+  Host host(2);
+  reads = 0;
+  run("exchanges that find out how to go", host, [](int rank, Group& group) {
+    const std::vector<float> expected = input_of(1 - rank, kOffered);
+    std::vector<float> data = input_of(rank, kOffered), got(kOffered);
+    for (std::size_t i = 0; i < 80; ++i) {
+      data[i] = got[i] = -1.0f;  // other bytes each time
+      const Sent receive = start_receive(group, got, 1), send = start_send(group, data, 1);
+      group.mailbox().wait(send, kPatienceNs), group.mailbox().wait(receive, kPatienceNs);
+      expect(got[i] == -1.0f && same(got.data() + i + 1, expected.data() + i + 1, kOffered - i - 1), "one of many exchanges");
+      group.barrier(0);  // so that neither withdraws what it offers
+    }
+  });
+  expect(reads > 0, "offers are tried");
+}
+
+// The way that usually took less time is gone until it is time to try again; here offers are as slow as `offer_us` says.
+void choose_by_time(int offer_us) {
+  OfferTrials trials;
+  std::vector<bool> offered;
+  for (int i = 0; i < 1024 + 32; ++i) {
+    const auto sent = std::make_shared<Message>(true, 1, 0, nullptr, kOfferedBytes), received = std::make_shared<Message>(*sent);
+    offered.push_back(trials.offers(sent, received));
+    if (i < 32) std::this_thread::sleep_for(std::chrono::microseconds(offered.back() ? offer_us : 2000));
+    sent->is_done = true;
+    trials.look();
+    received->is_done = true;
+    trials.look();
+  }
+  const bool wins = offer_us < 2000;
+  for (const std::size_t start : {0u, 1024u}) {
+    const auto at = offered.begin() + static_cast<std::ptrdiff_t>(start);
+    expect(std::count(at, at + 16, false) == 16 && std::count(at + 16, at + 32, true) == 16, "both ways are tried");
+  }
+  expect(std::count(offered.begin() + 32, offered.begin() + 1024, wins) == 1024 - 32, "what took less time is chosen");
+}
+
 // Nobody comes: what the channel has room for is sent all the same.
 void withdraw_offers() {
   Host host(2);
+  host.choices.offers_messages = true;
   std::atomic<bool> has_sent{false};
   run("an offer that nobody takes", host, [&](int rank, Group& group) {
     const std::vector<float> data = input_of(rank, kOffered);
@@ -234,8 +277,9 @@ void withdraw_offers() {
 // Rank 1 reads when rank 0's time is up, or dies then: rank 0 keeps its memory for that long, and no longer.
 void give_up_an_offer(bool dies) {
   Host host(2);
+  host.choices.offers_messages = true;
   std::atomic<bool> is_late{false}, has_read{false}, has_left{false};
-  constexpr std::size_t kLong = 3 * kOffered;  // no channel has room for it: so the offer stands until it is taken
+  constexpr std::size_t kLong = 600'000;  // no channel has room for it: so the offer stands until it is taken
   static const std::vector<float> data = input_of(0, kLong);  // a thread reads it when its process is dead
   comes_after = dies ? &has_left : &is_late;  // rank 1, who alone reads
   run(dies ? "the death of who takes an offer" : "an offer that is taken too long", host, [&](int rank, Group& group) {
@@ -274,6 +318,9 @@ void give_up_an_offer(bool dies) {
 void test_direct() {
   take_offers();
   refuse_offers();
+  try_offers();
+  choose_by_time(0);
+  choose_by_time(10'000);
   withdraw_offers();
   give_up_an_offer(false);
   give_up_an_offer(true);

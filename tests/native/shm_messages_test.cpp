@@ -29,7 +29,7 @@ void around_the_end(int rank, Group& group) {
   std::vector<std::vector<float>> sent;
   sent.reserve(60);
   for (std::size_t i = 0; i < 60; ++i) {
-    sent.push_back(input_of(rank, i * 517 + (i == 50 ? 300'000 : 0)));
+    sent.push_back(input_of(rank, i * 517 + (i == 50 ? 700'000 : 0)));
     sends.push_back(group.mailbox().send(sent[i].data(), sent[i].size() * sizeof(float), to, 1));
   }
   for (std::size_t i = 0; i < 60; ++i) expect(same(receive(group, sent[i].size(), from, 1), input_of(from, sent[i].size())), "a message in order");
@@ -60,7 +60,7 @@ void from_anyone(int rank, Group& group) {
 }
 
 void to_oneself(int rank, Group& group) {
-  const std::vector<float> data = input_of(rank, 100'000);  // more than the channel holds
+  const std::vector<float> data = input_of(rank, 600'000);  // more than the channel holds
   std::vector<float> output(data.size());
   Mailbox& box = group.mailbox();
   const auto incoming = box.receive(output.data(), output.size() * sizeof(float), rank, 3);
@@ -97,7 +97,7 @@ void from_two_threads(int rank, Group& group) {
 
 // The receiver comes long after the send was started and left to itself: the helper thread moves the bytes.
 void by_the_helper(int rank, Group& group) {
-  const std::vector<float> data = input_of(rank, 150'000);
+  const std::vector<float> data = input_of(rank, 600'000);  // more than the channel holds
   Mailbox& box = group.mailbox();
   const int peer = (rank + 1) % group.ranks(), from = (rank + group.ranks() - 1) % group.ranks();
   const auto message = box.send(data.data(), data.size() * sizeof(float), peer, 8);
@@ -109,7 +109,7 @@ void by_the_helper(int rank, Group& group) {
 
 // A frame whose length no memory holds is an error at its receiver, not its end. Only the channel's worth of it is read.
 void of_absurd_length(int rank, Group& group) {
-  static const std::vector<float> data(200'000);
+  static const std::vector<float> data(600'000);
   if (rank == 0) (void)group.mailbox().send(data.data(), std::size_t{1} << 63, 1, 6);
   group.barrier(0);
   if (rank != 1) return;

@@ -18,6 +18,7 @@
 #include "shm/measure.cpp"
 #include "shm/memory.cpp"
 #include "shm/moving.cpp"
+#include "shm/offer_trials.cpp"
 #include "shm/process.cpp"
 #include "shm/stores.cpp"
 #include "shm/wait.cpp"
