@@ -68,7 +68,7 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
   const bool has_met = mine.are_shared();
   if (has_met && meet_in_heaps(output, input, call, mine)) return;
-  const bool is_streamed = output != input && streams_output(output, bytes, bytes);  // in place the lines have just been read
+  const bool is_streamed = output != input && results_.of(output, bytes, bytes);  // in place the lines have just been read
   in_windows(  // in small pieces at any length: it is in place as a rule, and the ranks need not all do it alike
       call, {bytes, 1, has_met, /*is_long=*/false, is_streamed},
       [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), input + offset, length); },
@@ -156,7 +156,7 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
   // In place the lines have just been read: to write them past the caches would throw them out.
-  const bool is_streamed = output != row(mine) && streams_output(output, bytes, n * bytes);
+  const bool is_streamed = output != row(mine) && results_.of(output, bytes, n * bytes);
   const std::size_t whole = static_cast<std::size_t>(row(n - 1) - row(0)) + bytes;
   const Place place = setup_.heaps->place(input, whole);
   const bool has_met = place != 0;

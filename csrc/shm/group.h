@@ -38,6 +38,7 @@
 #include "layout.h"
 #include "mailbox.h"
 #include "memory.h"
+#include "stores.h"
 #include "mapping.h"
 #include "wait.h"
 
@@ -271,8 +272,6 @@ class Group {
   struct Staging;
   template <class Fill, class Use>
   void in_swaps(const Call& call, const Load& load, Fill fill, Use use);
-  // Whether a result is to be written past the caches.
-  bool streams_output(const void* output, std::size_t bytes, std::size_t message_bytes);
   bool may_swap(Verb verb) const;
   void try_exchange(const Call& call, std::size_t bytes);
   void try_one_way(const Call& call);
@@ -365,7 +364,7 @@ class Group {
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead
   bool streams_ = false;     // non-temporal stores reach the other ranks faster than plain ones
-  unsigned found_in_memory_ = 0;  // results, so far
+  Streaming results_;        // that this rank writes past the caches
   double line_ns_ = 0;
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured

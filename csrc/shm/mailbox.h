@@ -25,6 +25,7 @@
 #include "memory.h"
 #include "offer.h"
 #include "offer_trials.h"
+#include "stores.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -167,6 +168,7 @@ class Mailbox {
   std::vector<Inbound> inbound_;
   std::size_t sends_ = 0;                              // under way, of all outbounds
   std::list<std::shared_ptr<Message>> receives_;       // under way, in the order they were started
+  Streaming results_;                                  // that are written past the caches
   std::vector<int> receivers_, senders_;               // whom progress() moves bytes to and from
   std::uint64_t messages_ = 0;
   std::exception_ptr broken_;             // why nothing works any more

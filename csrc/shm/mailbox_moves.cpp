@@ -10,7 +10,6 @@ namespace pycomm::shm {
 namespace {
 
 constexpr std::size_t kMostAtOnce = 256 * 1024;  // so much moves before other threads get a turn
-constexpr std::size_t kStreamedFrom = 2u << 20;  // what is shorter may stay in the caches
 
 }  // namespace
 
@@ -170,7 +169,7 @@ void Mailbox::open_inbound(int from) {
     inbound.channel.go_to_next_line();
   }
   inbound.is_open = true;
-  inbound.is_streamed = inbound.frame.bytes >= kStreamedFrom && memory_prefers_streams();
+  inbound.is_streamed = false;
   inbound.moved = 0;
   inbound.is_dropped = false;
   for (const auto& message : receives_) {
@@ -190,7 +189,10 @@ void Mailbox::open_inbound(int from) {
   }
   const auto target = inbound.target;
   accept(*target, inbound.frame, from);
-  if (!target->is_done) return;
+  if (!target->is_done) {
+    inbound.is_streamed = !inbound.frame.is_offer && results_.of(target->data, target->bytes, target->bytes);
+    return;
+  }
   inbound.is_dropped = true;  // lengths differ: the bytes go nowhere
   inbound.target = nullptr;
   receives_.remove(target);

@@ -29,7 +29,7 @@ void Group::broadcast(void* data, const Call& call) {
     if (!is_root) copy(data, payload(call.root, bytes), bytes);
     return;
   }
-  const bool is_streamed = streams_output(data, bytes, bytes);
+  const bool is_streamed = results_.of(data, bytes, bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, 1, has_met, is_long(bytes), is_streamed},
@@ -54,7 +54,7 @@ void Group::all_gather(void* output, const void* input, const Call& call) {
     for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
   }
-  const bool is_streamed = streams_output(output, n * bytes, n * bytes);
+  const bool is_streamed = results_.of(output, n * bytes, n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, 1, has_met, is_long(n * bytes), is_streamed},
@@ -91,7 +91,7 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
     return;
   }
   const std::size_t whole = static_cast<std::size_t>(ranks_) * bytes;
-  const bool is_streamed = streams_output(is_root ? outputs[(rank_ + 1) % ranks_] : input, bytes, whole);  // the root's own may be its input
+  const bool is_streamed = results_.of(is_root ? outputs[(rank_ + 1) % ranks_] : input, bytes, whole);  // the root's own may be its input
   const auto stage = [&](bool has_met) {
     std::size_t kept = 0;  // of the root's own
     in_windows(
@@ -125,7 +125,7 @@ void Group::scatter(void* output, const void* const* inputs, const Call& call) {
     copy(output, payload(call.root, n * bytes) + mine * bytes, bytes);
     return;
   }
-  const bool is_streamed = streams_output(output, bytes, n * bytes);
+  const bool is_streamed = results_.of(output, bytes, n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, n, has_met, is_long(n * bytes), is_streamed},
@@ -178,7 +178,7 @@ void Group::all_to_all(void* output, const void* input, const std::size_t* outpu
   const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
     return offset < bytes ? std::min(length, bytes - offset) : 0;
   };
-  const bool is_streamed = streams_output(output, taken[n], n * longest);
+  const bool is_streamed = results_.of(output, taken[n], n * longest);
   const auto copy_own = [&] { copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item, is_streamed); };
   const auto stage = [&] {
     copy_own();

@@ -13,28 +13,12 @@
 
 namespace pycomm::shm {
 
-inline constexpr std::size_t kLongFrom = 4u << 20;  // a result of so many bytes leaves the caches anyway
-
 inline unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(data); }
 inline const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
 
 // Copies to or from a caller's buffer, which has no address where it has no elements; memcpy must not see that.
 inline void copy(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
   if (bytes > 0) copy_by(is_streamed, to, from, bytes);
-}
-
-inline bool is_long(std::size_t bytes) { return bytes >= kLongFrom; }
-inline constexpr std::size_t kProbeFrom = 512u << 10;  // of a result; to find out takes up to half a microsecond
-
-inline constexpr unsigned kPlainOnceIn = 13;  // a prime: buffers used in turn, and calls of one kind, must not always meet the same
-
-// That of a long message is, else what lies in none of them as the call begins. (AMD's Zen 3, all_gather of 512 KiB to 2 MiB into buffers
-// used in turn: 0.6 to 0.9 of the time; streamed though the caches hold it, 1.4.) What was streamed lies in none the next time, though
-// they might hold it by now: so one in a few is not. Each rank finds out for itself, and need not agree.
-inline bool Group::streams_output(const void* output, std::size_t bytes, std::size_t message_bytes) {
-  if (is_long(message_bytes)) return memory_prefers_streams();
-  if (bytes < kProbeFrom || !memory_prefers_streams() || !lies_in_memory(output, bytes)) return false;
-  return ++found_in_memory_ % kPlainOnceIn != 0;
 }
 
 inline constexpr std::size_t kKeptAtOnce = 4 * kBlock;  // shorter copies are over before the lines that they write have come

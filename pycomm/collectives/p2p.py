@@ -128,22 +128,24 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """
     if not p2p_op_list:
         raise ConfigError("batch_isend_irecv: expected at least one P2POp, got an empty list")
-    works: list[Any] = [None] * len(p2p_op_list)
+    works: list[Any] = []
     sends: list[int] = []
-    for index, message in enumerate(p2p_op_list):
+    for message in p2p_op_list:
         if message.op.__name__ == "irecv":  # first, so that messages find their place waiting
-            works[index] = _start_one(irecv, message)
+            works.append(_start_one(irecv, message))
         else:
-            sends.append(index)
+            sends.append(len(works))
+            works.append(message)
     for index in sends:
-        works[index] = _start_one(isend, p2p_op_list[index])
+        works[index] = _start_one(isend, works[index])
     return works
 
 
 def _start_one(start: Callable[..., Work], m: P2POp) -> Work:
-    if m.peer is None:
+    peer = m.peer
+    if peer is None:
         return start(m.tensor, None, m.group, m.tag, m.group_peer)
-    return start(m.tensor, m.peer, m.group, m.tag)  # torch's P2POp fills in both ranks; the global one says it all
+    return start(m.tensor, peer, m.group, m.tag)  # torch's P2POp fills in both ranks; the global one says it all
 
 
 def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
