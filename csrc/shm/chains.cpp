@@ -49,7 +49,7 @@ int Group::chains_of(const Call& call) const {
 
 // Reduces the first `terms` of `inputs_` to `sum` and to where the others read it.
 void Group::reduce_to_both(void* sum, void* staged, int terms, std::size_t numel, const Call& call) {
-  if (!streams_) {
+  if (stores_ == Stores::kPlain) {
     void* const outputs[] = {sum, staged};
     return pycomm::reduce_to_all(outputs, 2, inputs_.data(), terms, numel, call.dtype, call.op, weights_.data(), ranks_);
   }

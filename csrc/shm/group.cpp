@@ -315,8 +315,10 @@ void Group::sync(const char* verb, int spins) {
 }
 
 void Group::put(void* to, const void* from, std::size_t bytes, bool is_long) const {
-  if (streams_ && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
-  copy_by_blocks(to, from, bytes, is_long && pages_win());
+  if (stores_ == Stores::kStreamed && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
+  const bool by_pages = is_long && pages_win();
+  if (stores_ == Stores::kStrings && !by_pages) return copy_by_strings(to, from, bytes);
+  copy_by_blocks(to, from, bytes, by_pages);
 }
 
 void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams) const {

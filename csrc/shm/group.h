@@ -72,30 +72,31 @@ class Group {
  public:
   // Which way of two is the faster one; nothing before it was tried.
   using Way = std::optional<bool>;
-  class WayByLength {  // what pays for long messages need not for shorter ones
+  template <class Choice>
+  class ByLength {  // what pays for long messages need not for shorter ones
    public:
-    WayByLength() = default;
-    WayByLength(bool all) : WayByLength(Way(all)) {}
-    WayByLength(Way all) { ways_.fill(all); }
-    Way& of(std::size_t bytes) { return ways_[class_of(bytes)]; }
-    const Way& of(std::size_t bytes) const { return ways_[class_of(bytes)]; }
+    ByLength() = default;
+    ByLength(Choice all) : ByLength(std::optional<Choice>(all)) {}
+    ByLength(std::optional<Choice> all) { choices_.fill(all); }
+    std::optional<Choice>& of(std::size_t bytes) { return choices_[class_of(bytes)]; }
+    const std::optional<Choice>& of(std::size_t bytes) const { return choices_[class_of(bytes)]; }
 
    private:
     static constexpr std::size_t kSecondFrom = 32u << 10;  // each begins at four times the length of the one before
     std::size_t class_of(std::size_t bytes) const {
       std::size_t i = 0;
-      while (i + 1 < ways_.size() && bytes >= kSecondFrom << (2 * i)) ++i;
+      while (i + 1 < choices_.size() && bytes >= kSecondFrom << (2 * i)) ++i;
       return i;
     }
-    std::array<Way, 4> ways_;
+    std::array<std::optional<Choice>, 5> choices_;
   };
   struct Choices {
-    WayByLength swaps;               // two ranks swap regions, or read each other's rings
-    WayByLength swaps_streamed;      // which they fill by non-temporal stores
-    Way one_way_streamed;            // so do those that only fill: of a long message from one root, or to it
-    WayByLength delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
-    WayByLength exchanges_directly;  // what each sends to each
-    Way offers_messages;             // that are exchanged; [Note: trials of offers]
+    ByLength<bool> swaps;               // two ranks swap regions, or read each other's rings
+    ByLength<Stores> swaps_by, rings_by;  // how they fill those
+    ByLength<Stores> one_way_by;        // and how those do that only fill: of a message from one root, or to it
+    ByLength<bool> delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
+    ByLength<bool> exchanges_directly;  // what each sends to each
+    Way offers_messages;                // that are exchanged; [Note: trials of offers]
   };
   struct Setup {
     int fd;                         // the host's memfd
@@ -274,7 +275,9 @@ class Group {
   void in_swaps(const Call& call, const Load& load, Fill fill, Use use);
   bool may_swap(Verb verb) const;
   void try_exchange(const Call& call, std::size_t bytes);
-  void try_one_way(const Call& call);
+  void try_one_way(const Call& call, std::size_t bytes);
+  template <class Run>
+  Stores fastest_stores(const char* verb, Run run);  // to `run` by
   std::vector<unsigned char> memory_to_try(std::size_t bytes);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
   // those that it expects from each; behind it, where its input lies.
@@ -363,7 +366,7 @@ class Group {
   bool is_refused_ = false;  // a rank could not reach another's memory
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead
-  bool streams_ = false;     // non-temporal stores reach the other ranks faster than plain ones
+  Stores stores_ = Stores::kPlain;  // by which what is staged reaches the other ranks the soonest
   Streaming results_;        // that this rank writes past the caches
   double line_ns_ = 0;
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out

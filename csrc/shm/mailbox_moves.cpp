@@ -40,7 +40,7 @@ bool Mailbox::progress() {
     if (!outbound_[r].messages.empty()) receivers_.push_back(r);
     if (inbound_[r].is_open || is_awaited(r)) senders_.push_back(r);
   }
-  const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kBlock;
+  const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kString;
   bool moved = false, moves = true;
   for (std::size_t bytes = 0; moves && bytes < kMostAtOnce; bytes += turn) {
     if (bytes >= kPieceBytes) waiter_.about_to_block();  // the caller's own message may be a short one

@@ -58,7 +58,7 @@ void Group::measure_line(const char* verb) {
       if (is_elsewhere) mine.exchange_ns[streams] = time_exchanges(peer, streams, verb);
     // Where ranks take turns, some of a pair's tries may all have been disturbed, so every pair must be for it.
     const std::uint32_t against = worst([](const Ping& its) -> std::uint32_t { return its.line_ns > 0 && its.exchange_ns[true] >= kStreamsWin * its.exchange_ns[false]; });
-    streams_ = against == 0;
+    stores_ = against == 0 ? Stores::kStreamed : Stores::kPlain;
     chosen_ = setup_.choices;
   }
   sync(verb);  // nobody measures again before all have read

@@ -25,10 +25,12 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
                              : has_root(call.verb) ? load.is_long ? kLongRootedPieces : kRootedPieces
                                                    : load.is_long ? kLongPieces : kPieces;
   std::size_t piece = at_.window_bytes / pieces / load.parts / kLine * kLine;
-  if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(kLeastPiece, load.total / kLeastPieces / kLine * kLine));
+  if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(stores_ == Stores::kStrings ? kString : kLeastPiece, load.total / kLeastPieces / kLine * kLine));
   piece = even_piece(load.total, piece);
-  const std::size_t block = streams_ || load.is_streamed ? piece : kBlock;  // a fence after each block would cost more than it gains
-  const std::uint64_t ahead = reads_windows(call) ? 0 : pieces - 1;
+  const bool reads = reads_windows(call);
+  // A fence after each block would cost more than it gains; and who only fills does nothing by turns.
+  const std::size_t block = stores_ == Stores::kStreamed || load.is_streamed || !reads ? piece : stores_ == Stores::kStrings && !has_root(call.verb) ? kString : kBlock;
+  const std::uint64_t ahead = reads ? 0 : pieces - 1;
   struct Window {
     std::size_t offset, bytes, stride, place;
   };

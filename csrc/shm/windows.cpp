@@ -10,8 +10,9 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kTriedFrom = 64u << 10, kTriedTo = 1u << 20;  // by two ranks that send each other as much
+constexpr std::size_t kTriedFrom = 64u << 10, kTriedTo = 1u << 20;  // what is shorter cannot be timed
 constexpr double kClearly = 0.9;  // short messages lose a third by a wrong choice, and something else may have had a core during the trial
+constexpr double kByStrings = 0.97;  // which lose little where plain stores are as fast
 
 }  // namespace
 
@@ -27,42 +28,57 @@ std::vector<unsigned char> Group::memory_to_try(std::size_t bytes) {
   return memory;
 }
 
+template <class Run>
+Stores Group::fastest_stores(const char* verb, Run run) {
+  const auto by = [&](Stores stores) {
+    return [this, run, stores] {
+      const Staging staging{*this, stores};
+      return run(), true;
+    };
+  };
+  const Stores best = *is_faster(verb, by(Stores::kPlain), by(Stores::kStrings), kByStrings) ? Stores::kStrings : Stores::kPlain;
+  return *is_faster(verb, by(best), by(Stores::kStreamed), kClearly) ? Stores::kStreamed : best;
+}
+
 // Between two L3s of Zen 5 regions are faster up to 256 KiB, by plain stores, and rings from 1 MiB on, by non-temporal ones.
 void Group::try_exchange(const Call& call, std::size_t bytes) {
-  const std::size_t tried = std::clamp(bytes, kTriedFrom, kTriedTo);  // of that class of lengths; what is shorter cannot be timed
+  const std::size_t tried = std::clamp(bytes, kTriedFrom, kTriedTo);  // of that class of lengths
   const std::vector<unsigned char> sent = memory_to_try(tried);
   std::vector<unsigned char> received = memory_to_try(tried);
   const Load load{tried, 1, /*has_met=*/true};
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), sent.data() + offset, length); };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) { copy(received.data() + offset, part(1 - rank_, 0), length); };
-  const auto by_rings = [&] { return in_rings(call, load, fill, use), true; };
-  const auto by_swaps = [&](bool streams) {
-    const Staging staging{*this, streams};
-    return in_swaps(call, load, fill, use), true;
-  };
+  const auto by_rings = [&] { in_rings(call, load, fill, use); };
+  const auto by_swaps = [&] { in_swaps(call, load, fill, use); };
   const char* const verb = verb_name(call.verb);
   walk_ring(verb, tried, by_rings);
-  // The few lines of measure_line()'s trial may go sooner by non-temporal stores where regions, which change hands anyway, do not.
-  const bool streams = streams_ && *is_faster(verb, [&] { return by_swaps(false); }, [&] { return by_swaps(true); }, kClearly);
-  chosen_.swaps_streamed.of(bytes) = streams;
-  chosen_.swaps.of(bytes) = !*is_faster(verb, [&] { return by_swaps(streams); }, by_rings, kClearly);
+  const Stores rings_by = fastest_stores(verb, by_rings), swaps_by = fastest_stores(verb, by_swaps);
+  const auto run = [&](Stores stores, auto exchange) {
+    return [this, stores, exchange] {
+      const Staging staging{*this, stores};
+      return exchange(), true;
+    };
+  };
+  chosen_.rings_by.of(bytes) = rings_by;
+  chosen_.swaps_by.of(bytes) = swaps_by;
+  chosen_.swaps.of(bytes) = !*is_faster(verb, run(swaps_by, by_swaps), run(rings_by, by_rings), kClearly);
 }
 
-void Group::try_one_way(const Call& call) {
-  std::vector<unsigned char> data = memory_to_try(kLongFrom);  // sent, or received
-  const Load load{kLongFrom, 1, /*has_met=*/true, /*is_long=*/true, memory_prefers_streams()};
+void Group::try_one_way(const Call& call, std::size_t bytes) {
+  const std::size_t tried = is_long(bytes) ? kLongFrom : std::clamp(bytes, kTriedFrom, kTriedTo);
+  std::vector<unsigned char> data = memory_to_try(tried);  // sent, or received
+  const Load load{tried, 1, /*has_met=*/true, is_long(tried), is_long(tried) && memory_prefers_streams()};
   const bool reads = reads_windows(call);
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) {
-    if (!reads) put(part(rank_, 0), data.data() + offset, length, /*is_long=*/true);
+    if (!reads) put(part(rank_, 0), data.data() + offset, length, load.is_long);
   };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) {
     if (reads) keep(data.data() + offset, part(rank_ == call.root ? (rank_ + 1) % ranks_ : call.root, 0), length, load.is_streamed);
   };
-  const auto by_rings = [&](bool streams) {
-    const Staging staging{*this, streams};
-    return in_rings(call, load, fill, use), true;
-  };
-  chosen_.one_way_streamed = is_faster(verb_name(call.verb), [&] { return by_rings(false); }, [&] { return by_rings(true); }, kClearly);
+  const auto by_rings = [&] { in_rings(call, load, fill, use); };
+  const char* const verb = verb_name(call.verb);
+  walk_ring(verb, tried, by_rings);
+  chosen_.one_way_by.of(bytes) = fastest_stores(verb, by_rings);
 }
 
 }  // namespace pycomm::shm

@@ -26,41 +26,38 @@ inline constexpr std::size_t kKeptAtOnce = 4 * kBlock;  // shorter copies are ov
 // Copies what others have staged to where only its owner reads it.
 inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
   if (is_streamed) return copy_streamed(to, from, bytes);
-  if (bytes > kKeptAtOnce) return keep_by_blocks(to, from, bytes);
+  if (bytes >= kKeptAtOnce) return keep_by_blocks(to, from, bytes);
   ask_to_write(to, bytes);
   copy(to, from, bytes);
 }
 
-// Stores by that way what the ranks stage until it ends.
+// Stores by these what the ranks stage until it ends.
 struct Group::Staging {
-  Staging(Group& group, bool streams) : group(group), streamed_before(std::exchange(group.streams_, streams)) {}
-  ~Staging() { group.streams_ = streamed_before; }
+  Staging(Group& group, Stores stores) : group(group), stores_before(std::exchange(group.stores_, stores)) {}
+  ~Staging() { group.stores_ = stores_before; }
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
   Group& group;
-  const bool streamed_before;
+  const Stores stores_before;
 };
 
 template <class Fill, class Use>
 void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   if (load.total == 0) return;
-  const bool goes_one_way = has_root(call.verb) && is_long(load.total) && !take_turns();
+  const bool goes_one_way = has_root(call.verb) && !take_turns();
   const bool tries_exchange = may_swap(call.verb) && !chosen_.swaps.of(load.total).has_value();
-  const bool tries_one_way = goes_one_way && !chosen_.one_way_streamed.has_value();
+  const bool tries_one_way = goes_one_way && !chosen_.one_way_by.of(load.total).has_value();
   if (tries_exchange || tries_one_way) {
     publish_in_windows(call, load);
     meet_in_windows(call, load);
     load.has_met = true;
     if (tries_exchange) try_exchange(call, load.total);
-    else try_one_way(call);
+    else try_one_way(call, load.total);
   }
-  if (may_swap(call.verb) && *chosen_.swaps.of(load.total)) {
-    const Staging staging{*this, chosen_.swaps_streamed.of(load.total).value_or(streams_)};
-    in_swaps(call, load, fill, use);
-  } else {
-    const Staging staging{*this, goes_one_way ? *chosen_.one_way_streamed : streams_};
-    in_rings(call, load, fill, use);
-  }
+  const bool swaps = may_swap(call.verb) && *chosen_.swaps.of(load.total);
+  const auto& chosen_by = swaps ? chosen_.swaps_by : goes_one_way ? chosen_.one_way_by : chosen_.rings_by;
+  const Staging staging{*this, chosen_by.of(load.total).value_or(stores_)};
+  swaps ? in_swaps(call, load, fill, use) : in_rings(call, load, fill, use);
   account(load.total, verb_name(call.verb));
 }
 

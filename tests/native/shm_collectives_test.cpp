@@ -179,13 +179,13 @@ void barriers(int rank, Group& world) {
 }  // namespace
 
 void test_collectives() {
-  const struct { int ranks, ranks_per_core; std::optional<bool> swaps, streamed; } kWorlds[] = {
-      {1, 1, {}, {}}, {2, 1, false, false}, {2, 1, true, true}, {2, 2, {}, {}}, {3, 1, {}, {}}, {4, 2, {}, {}}, {5, 3, {}, {}}};
+  const struct { int ranks, ranks_per_core; std::optional<bool> swaps; std::optional<Stores> by; } kWorlds[] = {
+      {1, 1, {}, {}}, {2, 1, false, Stores::kPlain}, {2, 1, true, Stores::kStreamed}, {2, 1, false, Stores::kStrings}, {2, 1, true, Stores::kStrings},
+      {2, 2, {}, {}}, {3, 1, {}, {}}, {4, 2, {}, {}}, {5, 3, {}, {}}};
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
     host.choices.swaps = world.swaps;
-    host.choices.swaps_streamed = world.streamed;
-    host.choices.one_way_streamed = world.streamed;
+    host.choices.swaps_by = host.choices.rings_by = host.choices.one_way_by = world.by;
     run("collectives", host, [&](int rank, Group& group) {
       for (const std::size_t numel : kNumels) {
         if (numel == kLongest && world.ranks > 3) continue;  // a sanitizer takes minutes for what n ranks hold of n parts
