@@ -104,7 +104,7 @@ inline void copy_by_strings(void* to, const void* from, std::size_t bytes) {
   while (bytes > 0) {
     std::size_t length = bytes < kStringAtOnce + kString ? bytes : kStringAtOnce;
     bytes -= length;
-    ask_to_read(static_cast<const char*>(from) + length, std::min(bytes, kStringAtOnce));
+    ask_to_read(static_cast<const char*>(from) + length, length);  // the next, or the block after this one
     asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(length)::"memory");
   }
 #else
