@@ -5,16 +5,16 @@
 // it, is whole: with less, two ends that keep pace would soon tell each other of every line. Each message begins on a
 // line of its own, so that no line is read while it is written.
 //
-// Which stores reach the reader sooner the writer finds out by its own time, as it waits for the lines that it stores to: of a
-// thousand pieces it writes a few by plain stores and a few by strings, and the others as took less.
+// Which stores reach the reader sooner the writer finds out by its own time, as it waits for the lines that it stores to, and for those of a
+// long message, which may lie in memory.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "stores.h"
+#include "two_ways.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -61,7 +61,7 @@ class ChannelWriter : public ChannelEnd {
  public:
   using ChannelEnd::ChannelEnd;
 
-  // Whether it has been round the ring.
+  // Whether it has been round the ring, whose lines the reader never had before: that is not as all that comes after it.
   bool is_walked() const { return at_ >= ring_bytes_; }
   bool has_room(std::size_t bytes) {
     const auto room = [this] { return ring_bytes_ - (at_ - seen_); };
@@ -69,30 +69,22 @@ class ChannelWriter : public ChannelEnd {
     seen_ = load_acquire(other_);
     return room() >= bytes;
   }
-  void write(const void* bytes, std::size_t count) {
-    if (count < kString) {
+  // A part of a long message, or of another one.
+  void write(const void* bytes, std::size_t count, bool is_long = false) {
+    if (count < kString || !is_walked()) {
       copy_by_blocks(here(), bytes, count);
-    } else if (const unsigned number = writes_++ % kTriedEvery; number >= 2 * kTriedEach) {
-      copy(least_ns_[true] < least_ns_[false], bytes, count);
     } else {
-      const bool by_strings = number >= kTriedEach;
-      if (number % kTriedEach == 0) least_ns_[by_strings] = std::numeric_limits<double>::max();
-      const std::int64_t start_ns = monotonic_ns();
-      copy(by_strings, bytes, count);
-      least_ns_[by_strings] = std::min(least_ns_[by_strings], static_cast<double>(monotonic_ns() - start_ns) / static_cast<double>(count));
+      TwoWays& ways = ways_[is_long];
+      const bool by_strings = ways.choose();
+      const std::int64_t start_ns = ways.is_timed() ? monotonic_ns() : 0;
+      by_strings ? copy_by_strings(here(), bytes, count) : copy_by_blocks(here(), bytes, count);
+      if (ways.is_timed()) ways.took(by_strings, static_cast<double>(monotonic_ns() - start_ns) / static_cast<double>(count));
     }
     go_on(count);
   }
 
  private:
-  static constexpr unsigned kTriedEvery = 1024, kTriedEach = 16;
-
-  void copy(bool by_strings, const void* bytes, std::size_t count) {
-    by_strings ? copy_by_strings(here(), bytes, count) : copy_by_blocks(here(), bytes, count);
-  }
-
-  unsigned writes_ = 0;
-  double least_ns_[2] = {};  // of a byte by plain stores, and by strings
+  TwoWays ways_[2];
 };
 
 class ChannelReader : public ChannelEnd {
