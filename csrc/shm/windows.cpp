@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kTriedFrom = 64u << 10, kTriedTo = 1u << 20;  // what is shorter cannot be timed
 constexpr double kClearly = 0.9;  // short messages lose a third by a wrong choice, and something else may have had a core during the trial
-constexpr double kByStrings = 0.95;  // which lose less, a tenth where the data come from memory
+constexpr double kByStrings = 0.95;  // which lose less, but where the data come from memory, as long ones do
 
 }  // namespace
 
@@ -29,7 +29,7 @@ std::vector<unsigned char> Group::memory_to_try(std::size_t bytes) {
 }
 
 template <class Run>
-Stores Group::fastest_stores(const char* verb, Run run) {
+Stores Group::fastest_stores(const char* verb, std::size_t bytes, Run run) {
   const auto by = [&](Stores stores) {
     return [this, run, stores] {
       const Staging staging{*this, stores};
@@ -37,7 +37,7 @@ Stores Group::fastest_stores(const char* verb, Run run) {
     };
   };
   const Stores best = *is_faster(verb, by(Stores::kPlain), by(Stores::kStreamed), kClearly) ? Stores::kStreamed : Stores::kPlain;
-  return *is_faster(verb, by(best), by(Stores::kStrings), kByStrings) ? Stores::kStrings : best;
+  return *is_faster(verb, by(best), by(Stores::kStrings), is_long(bytes) ? kClearly : kByStrings) ? Stores::kStrings : best;
 }
 
 // Between two L3s of Zen 5 regions are faster up to 256 KiB, by plain stores, and rings from 1 MiB on, by non-temporal ones.
@@ -52,7 +52,7 @@ void Group::try_exchange(const Call& call, std::size_t bytes) {
   const auto by_swaps = [&] { in_swaps(call, load, fill, use); };
   const char* const verb = verb_name(call.verb);
   walk_ring(verb, tried, by_rings);
-  const Stores rings_by = fastest_stores(verb, by_rings), swaps_by = fastest_stores(verb, by_swaps);
+  const Stores rings_by = fastest_stores(verb, bytes, by_rings), swaps_by = fastest_stores(verb, bytes, by_swaps);
   const auto run = [&](Stores stores, auto exchange) {
     return [this, stores, exchange] {
       const Staging staging{*this, stores};
@@ -78,7 +78,7 @@ void Group::try_one_way(const Call& call, std::size_t bytes) {
   const auto by_rings = [&] { in_rings(call, load, fill, use); };
   const char* const verb = verb_name(call.verb);
   walk_ring(verb, tried, by_rings);
-  chosen_.one_way_by.of(bytes) = fastest_stores(verb, by_rings);
+  chosen_.one_way_by.of(bytes) = fastest_stores(verb, bytes, by_rings);
 }
 
 }  // namespace pycomm::shm
