@@ -315,9 +315,9 @@ void Group::sync(const char* verb, int spins) {
 }
 
 void Group::put(void* to, const void* from, std::size_t bytes, bool is_long) const {
-  if (stores_ == Stores::kStreamed && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
   const bool by_pages = is_long && pages_win();
-  if (stores_ == Stores::kStrings && !by_pages) return copy_by_strings(to, from, bytes);
+  if (stores_ == Stores::kStreamed && bytes >= kStreamFrom) return copy_streamed(to, from, bytes);
+  if (stores_ == Stores::kStrings && bytes >= kString && !by_pages) return copy_by_strings(to, from, bytes);
   copy_by_blocks(to, from, bytes, by_pages);
 }
 

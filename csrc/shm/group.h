@@ -277,7 +277,9 @@ class Group {
   void try_exchange(const Call& call, std::size_t bytes);
   void try_one_way(const Call& call, std::size_t bytes);
   template <class Run>
-  Stores fastest_stores(const char* verb, std::size_t bytes, Run run);  // to `run` by, for messages of so many
+  void run_by(Stores stores, Run run);
+  template <class Run>
+  Stores fastest_stores(const char* verb, std::size_t bytes, bool may_be_strings, Run run);  // to `run` by, for messages of so many
   std::vector<unsigned char> memory_to_try(std::size_t bytes);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
   // those that it expects from each; behind it, where its input lies.

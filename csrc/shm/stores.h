@@ -97,20 +97,7 @@ enum class Stores : unsigned char { kPlain, kStrings, kStreamed };
 inline constexpr std::size_t kString = 4096;  // shorter ones fetch the lines
 inline constexpr std::size_t kStringAtOnce = 4 * kString;  // longer ones hardly gain, and meanwhile nobody asks for what comes next
 
-inline void copy_by_strings(void* to, const void* from, std::size_t bytes) {
-#if defined(__x86_64__)
-  const std::uintptr_t ahead = (reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from)) % kPage;
-  if (bytes < kString || (ahead > 0 && ahead < kLine)) return copy_by_blocks(to, from, bytes);  // the latter is slow, see copy_plain
-  while (bytes > 0) {
-    std::size_t length = bytes < kStringAtOnce + kString ? bytes : kStringAtOnce;
-    bytes -= length;
-    ask_to_read(static_cast<const char*>(from) + length, length);  // the next, or the block after this one
-    asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(length)::"memory");
-  }
-#else
-  copy_by_blocks(to, from, bytes);
-#endif
-}
+void copy_by_strings(void* to, const void* from, std::size_t bytes);
 
 // Whether non-temporal stores are the faster way to write what will not stay in the caches. Found out once a process, in
 // some 20 ms: they spare reading the line. (Sapphire Rapids, 4 MiB that no cache holds: half the time; 64 KiB that an L2 holds: 1.4 times.)

@@ -7,7 +7,7 @@
 
 namespace pycomm::shm {
 
-inline constexpr int kTrials = 4, kRepeats = 2;
+inline constexpr int kTrials = 6, kRepeats = 2;
 
 template <class Stage>
 void Group::walk_ring(const char* verb, std::size_t bytes, Stage stage) {

@@ -10,9 +10,18 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kTriedFrom = 64u << 10, kTriedTo = 1u << 20;  // what is shorter cannot be timed
+constexpr std::size_t kTriedFrom = 8u << 10, kTriedTo = 1u << 20;
+constexpr std::size_t kTimed = 64u << 10;  // what is shorter cannot be timed, so several of it are
 constexpr double kClearly = 0.9;  // short messages lose a third by a wrong choice, and something else may have had a core during the trial
 constexpr double kByStrings = 0.95;  // which lose less, but where the data come from memory, as long ones do
+constexpr std::size_t kStringsFrom = 32u << 10;  // of what is exchanged: steps of shorter messages hardly hold one
+
+template <class Run>
+auto repeated(std::size_t tried, Run run) {
+  return [tried, run] {
+    for (std::size_t bytes = 0; bytes < kTimed; bytes += tried) run();
+  };
+}
 
 }  // namespace
 
@@ -29,14 +38,16 @@ std::vector<unsigned char> Group::memory_to_try(std::size_t bytes) {
 }
 
 template <class Run>
-Stores Group::fastest_stores(const char* verb, std::size_t bytes, Run run) {
-  const auto by = [&](Stores stores) {
-    return [this, run, stores] {
-      const Staging staging{*this, stores};
-      return run(), true;
-    };
-  };
+void Group::run_by(Stores stores, Run run) {
+  const Staging staging{*this, stores};
+  run();
+}
+
+template <class Run>
+Stores Group::fastest_stores(const char* verb, std::size_t bytes, bool may_be_strings, Run run) {
+  const auto by = [&](Stores stores) { return [this, run, stores] { return run_by(stores, run), true; }; };
   const Stores best = *is_faster(verb, by(Stores::kPlain), by(Stores::kStreamed), kClearly) ? Stores::kStreamed : Stores::kPlain;
+  if (!may_be_strings) return best;
   return *is_faster(verb, by(best), by(Stores::kStrings), is_long(bytes) ? kClearly : kByStrings) ? Stores::kStrings : best;
 }
 
@@ -48,20 +59,16 @@ void Group::try_exchange(const Call& call, std::size_t bytes) {
   const Load load{tried, 1, /*has_met=*/true};
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), sent.data() + offset, length); };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) { copy(received.data() + offset, part(1 - rank_, 0), length); };
-  const auto by_rings = [&] { in_rings(call, load, fill, use); };
-  const auto by_swaps = [&] { in_swaps(call, load, fill, use); };
+  const auto by_rings = repeated(tried, [&] { in_rings(call, load, fill, use); });
+  const auto by_swaps = repeated(tried, [&] { in_swaps(call, load, fill, use); });
   const char* const verb = verb_name(call.verb);
-  walk_ring(verb, tried, by_rings);
-  const Stores rings_by = fastest_stores(verb, bytes, by_rings), swaps_by = fastest_stores(verb, bytes, by_swaps);
-  const auto run = [&](Stores stores, auto exchange) {
-    return [this, stores, exchange] {
-      const Staging staging{*this, stores};
-      return exchange(), true;
-    };
-  };
+  walk_ring(verb, std::max(tried, kTimed), by_rings);
+  const bool may_be_strings = bytes >= kStringsFrom;
+  const Stores rings_by = fastest_stores(verb, bytes, may_be_strings, by_rings), swaps_by = fastest_stores(verb, bytes, may_be_strings, by_swaps);
   chosen_.rings_by.of(bytes) = rings_by;
   chosen_.swaps_by.of(bytes) = swaps_by;
-  chosen_.swaps.of(bytes) = !*is_faster(verb, run(swaps_by, by_swaps), run(rings_by, by_rings), kClearly);
+  chosen_.swaps.of(bytes) = !*is_faster(
+      verb, [&] { return run_by(swaps_by, by_swaps), true; }, [&] { return run_by(rings_by, by_rings), true; }, kClearly);
 }
 
 void Group::try_one_way(const Call& call, std::size_t bytes) {
@@ -75,10 +82,10 @@ void Group::try_one_way(const Call& call, std::size_t bytes) {
   const auto use = [&](auto part, std::size_t offset, std::size_t length) {
     if (reads) keep(data.data() + offset, part(rank_ == call.root ? (rank_ + 1) % ranks_ : call.root, 0), length, load.is_streamed);
   };
-  const auto by_rings = [&] { in_rings(call, load, fill, use); };
+  const auto by_rings = repeated(tried, [&] { in_rings(call, load, fill, use); });
   const char* const verb = verb_name(call.verb);
-  walk_ring(verb, tried, by_rings);
-  chosen_.one_way_by.of(bytes) = fastest_stores(verb, bytes, by_rings);
+  walk_ring(verb, std::max(tried, kTimed), by_rings);
+  chosen_.one_way_by.of(bytes) = fastest_stores(verb, bytes, /*may_be_strings=*/true, by_rings);
 }
 
 }  // namespace pycomm::shm
