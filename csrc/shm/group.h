@@ -24,7 +24,6 @@
 // read again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -34,12 +33,13 @@
 
 #include "../types.h"
 #include "board.h"
+#include "by_length.h"
 #include "heap.h"
 #include "layout.h"
 #include "mailbox.h"
 #include "memory.h"
-#include "stores.h"
 #include "mapping.h"
+#include "stores.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -73,29 +73,13 @@ class Group {
   // Which way of two is the faster one; nothing before it was tried.
   using Way = std::optional<bool>;
   template <class Choice>
-  class ByLength {  // what pays for long messages need not for shorter ones
-   public:
-    ByLength() = default;
-    ByLength(Choice all) : ByLength(std::optional<Choice>(all)) {}
-    ByLength(std::optional<Choice> all) { choices_.fill(all); }
-    std::optional<Choice>& of(std::size_t bytes) { return choices_[class_of(bytes)]; }
-    const std::optional<Choice>& of(std::size_t bytes) const { return choices_[class_of(bytes)]; }
-
-   private:
-    static constexpr std::size_t kSecondFrom = 32u << 10;  // each begins at four times the length of the one before
-    std::size_t class_of(std::size_t bytes) const {
-      std::size_t i = 0;
-      while (i + 1 < choices_.size() && bytes >= kSecondFrom << (2 * i)) ++i;
-      return i;
-    }
-    std::array<std::optional<Choice>, 5> choices_;
-  };
+  using Chosen = ByLength<std::optional<Choice>, 5, 32u << 10, 4>;
   struct Choices {
-    ByLength<bool> swaps;               // two ranks swap regions, or read each other's rings
-    ByLength<Stores> swaps_by, rings_by;  // how they fill those
-    ByLength<Stores> one_way_by;        // and how those do that only fill: of a message from one root, or to it
-    ByLength<bool> delivers_directly;   // what one rank sends to the others, or through shared memory; [Note: direct reads]
-    ByLength<bool> exchanges_directly;  // what each sends to each
+    Chosen<bool> swaps;                 // two ranks swap regions, or read each other's rings
+    Chosen<Stores> swaps_by, rings_by;  // how they fill those
+    Chosen<Stores> one_way_by;          // and how those do that only fill: of a message from one root, or to it
+    Chosen<bool> delivers_directly;     // what one rank sends to the others, or through shared memory; [Note: direct reads]
+    Chosen<bool> exchanges_directly;    // what each sends to each
     Way offers_messages;                // that are exchanged; [Note: trials of offers]
   };
   struct Setup {
@@ -277,7 +261,7 @@ class Group {
   void try_exchange(const Call& call, std::size_t bytes);
   void try_one_way(const Call& call, std::size_t bytes);
   template <class Run>
-  void run_by(Stores stores, Run run);
+  auto by(Stores stores, Run run);  // `run` by them, for is_faster
   template <class Run>
   Stores fastest_stores(const char* verb, std::size_t bytes, bool may_be_strings, Run run);  // to `run` by, for messages of so many
   std::vector<unsigned char> memory_to_try(std::size_t bytes);

@@ -9,7 +9,6 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr std::size_t kLongMessage = 2u << 20;  // may lie in memory
 constexpr std::size_t kMostAtOnce = 256 * 1024;  // so much moves before other threads get a turn
 
 }  // namespace
@@ -70,7 +69,7 @@ bool Mailbox::push(Outbound& outbound, std::size_t most) {
     while (message.moved < message.bytes) {
       const std::size_t piece = next_piece(message, channel), count = std::min(piece, most);
       if (count == 0 || !channel.has_room(piece)) return moved;
-      channel.write(message.data + message.moved, count, message.bytes >= kLongMessage);
+      channel.write(message.data + message.moved, count, is_long(message.bytes));
       message.moved += count;
       most -= count;
       moved = true;

@@ -1,19 +1,12 @@
 #include "offer_trials.h"
 
 #include "mailbox.h"
-#include "offer.h"
 #include "wait.h"
 
 namespace pycomm::shm {
 
-TwoWays& OfferTrials::ways_of(std::size_t bytes) {
-  std::size_t i = 0;
-  while (i + 1 < ways_.size() && bytes >= kOfferFrom << (i + 1)) ++i;
-  return ways_[i];
-}
-
 bool OfferTrials::offers(const std::shared_ptr<Message>& sent, const std::shared_ptr<Message>& received) {
-  TwoWays& ways = ways_of(sent->bytes);
+  TwoWays& ways = ways_.of(sent->bytes);
   const bool by_offer = ways.choose();
   if (!ways.is_timed()) return by_offer;
   timed_ = &ways;

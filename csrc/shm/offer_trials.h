@@ -6,11 +6,11 @@
 // them try that. So each rank takes the times of a few of its exchanges with each other one, of each class of lengths.
 #pragma once
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 
+#include "by_length.h"
+#include "offer.h"
 #include "two_ways.h"
 
 namespace pycomm::shm {
@@ -27,11 +27,9 @@ class OfferTrials {  // of one ordered pair of ranks, at the sender
   void look();
 
  private:
-  TwoWays& ways_of(std::size_t bytes);
-
-  std::array<TwoWays, 9> ways_;  // from kOfferFrom on, each for twice the length of the one before
-  TwoWays* timed_ = nullptr;     // those of the exchange under way, if its time is taken
-  bool by_offer_ = false;        // and which way it goes
+  ByLength<TwoWays, 9, 2 * kOfferFrom, 2> ways_;
+  TwoWays* timed_ = nullptr;  // those of the exchange under way, if its time is taken
+  bool by_offer_ = false;     // and which way it goes
   std::int64_t start_ns_ = 0;
   std::shared_ptr<Message> sent_, received_;
 };

@@ -82,7 +82,7 @@ const Found& memory() {
 void copy_by_strings(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__)
   const std::uintptr_t ahead = (reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from)) % kPage;
-  if (bytes < kString || (ahead > 0 && ahead < kLine)) return copy_by_blocks(to, from, bytes);  // the latter is slow, see copy_plain
+  if (ahead > 0 && ahead < kLine) return copy_by_blocks(to, from, bytes);  // that is slow, see copy_plain
   while (bytes > 0) {
     std::size_t length = bytes < kStringAtOnce + kString ? bytes : kStringAtOnce;
     bytes -= length;

@@ -79,7 +79,7 @@ inline void keep_by_blocks(void* to, const void* from, std::size_t bytes) {
   }
 }
 
-// Copies by non-temporal stores, or by plain ones: the two ways that are tried.
+// Copies by non-temporal stores, or by plain ones.
 inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes) {
   if (streams) return copy_streamed(to, from, bytes);
   copy_plain(to, from, bytes);
@@ -97,7 +97,7 @@ enum class Stores : unsigned char { kPlain, kStrings, kStreamed };
 inline constexpr std::size_t kString = 4096;  // shorter ones fetch the lines
 inline constexpr std::size_t kStringAtOnce = 4 * kString;  // longer ones hardly gain, and meanwhile nobody asks for what comes next
 
-void copy_by_strings(void* to, const void* from, std::size_t bytes);
+void copy_by_strings(void* to, const void* from, std::size_t bytes);  // of one at least
 
 // Whether non-temporal stores are the faster way to write what will not stay in the caches. Found out once a process, in
 // some 20 ms: they spare reading the line. (Sapphire Rapids, 4 MiB that no cache holds: half the time; 64 KiB that an L2 holds: 1.4 times.)

@@ -38,20 +38,21 @@ std::vector<unsigned char> Group::memory_to_try(std::size_t bytes) {
 }
 
 template <class Run>
-void Group::run_by(Stores stores, Run run) {
-  const Staging staging{*this, stores};
-  run();
+auto Group::by(Stores stores, Run run) {
+  return [this, stores, run] {
+    const Staging staging{*this, stores};
+    return run(), true;
+  };
 }
 
 template <class Run>
 Stores Group::fastest_stores(const char* verb, std::size_t bytes, bool may_be_strings, Run run) {
-  const auto by = [&](Stores stores) { return [this, run, stores] { return run_by(stores, run), true; }; };
-  const Stores best = *is_faster(verb, by(Stores::kPlain), by(Stores::kStreamed), kClearly) ? Stores::kStreamed : Stores::kPlain;
+  const Stores best = *is_faster(verb, by(Stores::kPlain, run), by(Stores::kStreamed, run), kClearly) ? Stores::kStreamed : Stores::kPlain;
   if (!may_be_strings) return best;
-  return *is_faster(verb, by(best), by(Stores::kStrings), is_long(bytes) ? kClearly : kByStrings) ? Stores::kStrings : best;
+  return *is_faster(verb, by(best, run), by(Stores::kStrings, run), is_long(bytes) ? kClearly : kByStrings) ? Stores::kStrings : best;
 }
 
-// Between two L3s of Zen 5 regions are faster up to 256 KiB, by plain stores, and rings from 1 MiB on, by non-temporal ones.
+// Regions and rings, each by the stores that suit it.
 void Group::try_exchange(const Call& call, std::size_t bytes) {
   const std::size_t tried = std::clamp(bytes, kTriedFrom, kTriedTo);  // of that class of lengths
   const std::vector<unsigned char> sent = memory_to_try(tried);
@@ -67,8 +68,7 @@ void Group::try_exchange(const Call& call, std::size_t bytes) {
   const Stores rings_by = fastest_stores(verb, bytes, may_be_strings, by_rings), swaps_by = fastest_stores(verb, bytes, may_be_strings, by_swaps);
   chosen_.rings_by.of(bytes) = rings_by;
   chosen_.swaps_by.of(bytes) = swaps_by;
-  chosen_.swaps.of(bytes) = !*is_faster(
-      verb, [&] { return run_by(swaps_by, by_swaps), true; }, [&] { return run_by(rings_by, by_rings), true; }, kClearly);
+  chosen_.swaps.of(bytes) = !*is_faster(verb, by(swaps_by, by_swaps), by(rings_by, by_rings), kClearly);
 }
 
 void Group::try_one_way(const Call& call, std::size_t bytes) {
