@@ -222,7 +222,7 @@ void try_offers() {
   run("exchanges that find out how to go", host, [](int rank, Group& group) {
     const std::vector<float> expected = input_of(1 - rank, kOffered);
     std::vector<float> data = input_of(rank, kOffered), got(kOffered);
-    for (std::size_t i = 0; i < 80; ++i) {
+    for (std::size_t i = 0; i < 120; ++i) {
       data[i] = got[i] = -1.0f;  // other bytes each time
       const Sent receive = start_receive(group, got, 1), send = start_send(group, data, 1);
       group.mailbox().wait(send, kPatienceNs), group.mailbox().wait(receive, kPatienceNs);
@@ -237,21 +237,21 @@ void try_offers() {
 void choose_by_time(int offer_us) {
   OfferTrials trials;
   std::vector<bool> offered;
-  for (int i = 0; i < 1024 + 32; ++i) {
+  constexpr int kEach = 64, kTried = 4 * kEach, kEvery = 4096;
+  for (int i = 0; i < kEvery + kTried; ++i) {
     const auto sent = std::make_shared<Message>(true, 1, 0, nullptr, kOfferedBytes), received = std::make_shared<Message>(*sent);
     offered.push_back(trials.offers(sent, received));
-    if (i < 32) std::this_thread::sleep_for(std::chrono::microseconds(offered.back() ? offer_us : 2000));
+    if (i < kTried) std::this_thread::sleep_for(std::chrono::microseconds(offered.back() ? offer_us : 2000));
     sent->is_done = true;
     trials.look();
     received->is_done = true;
     trials.look();
   }
   const bool wins = offer_us < 2000;
-  for (const std::size_t start : {0u, 1024u}) {
-    const auto at = offered.begin() + static_cast<std::ptrdiff_t>(start);
-    expect(std::count(at, at + 16, false) == 16 && std::count(at + 16, at + 32, true) == 16, "both ways are tried");
-  }
-  expect(std::count(offered.begin() + 32, offered.begin() + 1024, wins) == 1024 - 32, "what took less time is chosen");
+  for (int at = 0; at < kTried; at += 2 * kEach)
+    for (const auto start : {offered.begin() + at, offered.begin() + kEvery + at})
+      expect(std::count(start, start + kEach, false) == kEach && std::count(start + kEach, start + 2 * kEach, true) == kEach, "both ways are tried");
+  expect(std::count(offered.begin() + kTried, offered.begin() + kEvery, wins) == kEvery - kTried, "what took less time is chosen");
 }
 
 // Nobody comes: what the channel has room for is sent all the same.
