@@ -57,7 +57,10 @@ inline bool is_contiguous(const dlpack::Tensor& tensor, std::size_t& numel) {
 class PlainTensors {
  public:
   PlainTensors(const pybind11::object& tensor, const pybind11::object& parameter)
-      : types_{tensor, parameter}, is_neg_(tensor.attr("is_neg")), api_(dlpack::exchange_api(type(0))) {}
+      : types_{tensor, parameter}, is_neg_(tensor.attr("is_neg")), api_(dlpack::exchange_api(type(0))) {
+    const auto torch = pybind11::module_::import("torch");
+    bytes_[0] = torch.attr("uint8"), bytes_[1] = torch.attr("int8");
+  }
 
   bool can_read() const { return api_ != nullptr; }  // else this torch offers no DLPack C exchange
 
@@ -76,6 +79,7 @@ class PlainTensors {
     }
     flat.device_type = tensor.device_type, flat.device_id = tensor.device_id, flat.ndim = tensor.ndim;
     if (!dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
+    if (item_bytes(flat.dtype) == 1 && !is_of_bytes(object, flat.dtype)) return false;
     if (tensor.data == nullptr) return false;  // a wrapper without memory of its own, inside torch.func.functionalize
     flat.rows = tensor.ndim > 0 ? static_cast<std::size_t>(tensor.shape[0]) : 0;
     flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
@@ -90,10 +94,21 @@ class PlainTensors {
   }
 
  private:
+  // DLPack is told of torch.int1 to torch.uint7 that they are integers of 8 bits; to add those up would mean nothing.
+  bool is_of_bytes(PyObject* object, DType dtype) const {
+    if (dtype != DType::kUInt8 && dtype != DType::kInt8) return true;
+    PyObject* const found = PyObject_GetAttr(object, name_dtype_.ptr());
+    if (found == nullptr) PyErr_Clear();
+    Py_XDECREF(found);
+    return found == bytes_[dtype == DType::kInt8].ptr();
+  }
+
   PyTypeObject* type(int i) const { return reinterpret_cast<PyTypeObject*>(types_[i].ptr()); }
 
   pybind11::object types_[2];
   pybind11::object is_neg_;
+  pybind11::object bytes_[2];  // torch.uint8 and torch.int8
+  pybind11::str name_dtype_{"dtype"};
   const dlpack::ExchangeApi* api_;
 };
 

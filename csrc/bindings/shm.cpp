@@ -7,6 +7,7 @@
 #include "../shm/group.h"
 #include "../shm/process.h"
 #include "gil.h"
+#include "batch_kinds.h"
 #include "message_handle.h"
 #include "shm_call.h"
 #include "shm_errors.h"
@@ -160,6 +161,7 @@ void bind_shm(py::module_& m) {
     }
   });
   bind_message_handle(m);
+  bind_batch_kinds(m);
   py::class_<Block>(m, "ShmBlock", py::buffer_protocol(), "A block of this rank's shared heap.")
       .def_buffer([](Block& b) { return py::buffer_info(static_cast<unsigned char*>(b.data), static_cast<py::ssize_t>(b.bytes)); });
   py::class_<Heaps, std::shared_ptr<Heaps>>(m, "ShmHeaps", "The shared heaps of the ranks of this host.")

@@ -211,6 +211,7 @@ pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& 
   add(definition<fast_recv>("recv"));
   add(definition<fast_isend>("isend"));
   add(definition<fast_irecv>("irecv"));
+  add(definition<fast_batch>("batch_isend_irecv"));
   return cuts;
 }
 

@@ -2,8 +2,10 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "../shm/mailbox.h"
+#include "batch_kinds.h"
 #include "gil.h"
 #include "message_handle.h"
 #include "shm_errors.h"
@@ -51,12 +53,13 @@ PyObject* start_handle(PyTypeObject* type, std::shared_ptr<Group> group, bool is
   }
 }
 
-// (tensor, dst, None, tag), the arguments of pycomm.send: the last two may be left out, and of a receive the second.
+// What a message is made of.
 struct Arguments {
   Flat flat;
   int peer = kNobody;
   std::int64_t tag = 0;
 
+  // (tensor, dst, None, tag), the arguments of pycomm.send: the last two may be left out, and of a receive the second.
   bool read(const Cut& cut, bool is_send, PyObject* const* args, Py_ssize_t count) {
     if (count < 1 || count > 4 || (count > 2 && args[2] != Py_None) || (count > 3 && !read_tag(args[3], tag))) return false;
     peer = read_peer(*cut.group, count > 1 ? args[1] : Py_None, /*may_be_any=*/!is_send);
@@ -72,6 +75,37 @@ PyObject* start_fast(bool is_send, PyObject* self, PyObject* const* args, Py_ssi
   auto* const type = reinterpret_cast<PyTypeObject*>(args[count - 2]);
   return start_handle(type, cut.group, is_send, of.flat.data, of.flat.bytes(), of.peer, of.tag, args[0], args[count - 1]);
 }
+
+// One of a batch, read from its P2POp; the tensor is held, as that may be given another one meanwhile.
+struct Batched {
+  bool is_send;
+  Arguments of;
+  pybind11::object tensor, handle;
+
+  // `ranks` are those of `group`, null where they are the global ones.
+  bool read(const Cut& cut, const BatchKinds& kinds, PyObject* message, PyObject* group, PyObject* ranks) {
+    const auto field = [&](BatchKinds::Field which) { return kinds.field(message, which); };
+    if (Py_TYPE(message) != kinds.message) return false;
+    for (int i = 0; i < BatchKinds::kFields; ++i)
+      if (field(static_cast<BatchKinds::Field>(i)) == nullptr) return false;
+    is_send = field(BatchKinds::kOp) == kinds.isend;
+    if (!is_send && field(BatchKinds::kOp) != kinds.irecv) return false;
+    if (field(BatchKinds::kGroup) != group && (field(BatchKinds::kGroup) != Py_None || ranks != nullptr)) return false;
+    const bool is_global = field(BatchKinds::kPeer) != Py_None;
+    if (is_global && field(BatchKinds::kGroupPeer) != Py_None) return false;
+    of.peer = is_global && ranks != nullptr ? index_of(field(BatchKinds::kPeer), ranks)
+                                            : read_peer(*cut.group, field(is_global ? BatchKinds::kPeer : BatchKinds::kGroupPeer), /*may_be_any=*/false);
+    tensor = pybind11::reinterpret_borrow<pybind11::object>(field(BatchKinds::kTensor));
+    return of.peer != kNobody && read_tag(field(BatchKinds::kTag), of.tag) && cut.tensors.read(tensor.ptr(), of.flat);
+  }
+
+  static int index_of(PyObject* rank, PyObject* ranks) {
+    if (!PyLong_CheckExact(rank)) return kNobody;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ranks); ++i)
+      if (PyObject_RichCompareBool(rank, PyTuple_GET_ITEM(ranks, i), Py_EQ) == 1) return static_cast<int>(i);
+    return kNobody;
+  }
+};
 
 // A call gives its message up, with the Python error that is set. A send that has begun is kept, with its tensor, until it is done; those kept
 // before go, as far as they are done.
@@ -123,5 +157,27 @@ PyObject* fast_send(PyObject* self, PyObject* const* args, Py_ssize_t count) { r
 PyObject* fast_recv(PyObject* self, PyObject* const* args, Py_ssize_t count) { return move_fast(false, self, args, count); }
 PyObject* fast_isend(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_fast(true, self, args, count); }
 PyObject* fast_irecv(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_fast(false, self, args, count); }
+
+PyObject* fast_batch(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  if (count < 3 || count > 4 || !PyList_CheckExact(args[0]) || PyList_GET_SIZE(args[0]) == 0) Py_RETURN_FALSE;
+  const BatchKinds* const kinds = BatchKinds::of(args[1]);
+  PyObject* const ranks = count > 3 ? args[3] : nullptr;
+  if (kinds == nullptr || (ranks != nullptr && !PyTuple_CheckExact(ranks))) Py_RETURN_FALSE;
+  std::vector<Batched> batch(static_cast<std::size_t>(PyList_GET_SIZE(args[0])));
+  for (std::size_t i = 0; i < batch.size(); ++i)
+    if (!batch[i].read(cut, *kinds, PyList_GET_ITEM(args[0], static_cast<Py_ssize_t>(i)), args[2], ranks)) Py_RETURN_FALSE;
+  for (const bool sends : {false, true}) {  // receives first, so that messages find their place waiting
+    for (Batched& each : batch) {
+      if (each.is_send != sends) continue;
+      each.handle = pybind11::reinterpret_steal<pybind11::object>(start_handle(
+          kinds->handle, cut.group, sends, each.of.flat.data, each.of.flat.bytes(), each.of.peer, each.of.tag, each.tensor.ptr(), args[2]));
+      if (!each.handle) return nullptr;
+    }
+  }
+  PyObject* const handles = PyList_New(static_cast<Py_ssize_t>(batch.size()));
+  for (std::size_t i = 0; handles != nullptr && i < batch.size(); ++i) PyList_SET_ITEM(handles, static_cast<Py_ssize_t>(i), batch[i].handle.release().ptr());
+  return handles;
+}
 
 }  // namespace pycomm

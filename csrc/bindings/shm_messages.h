@@ -29,5 +29,8 @@ PyObject* fast_send(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* fast_recv(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* fast_isend(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* fast_irecv(PyObject* self, PyObject* const* args, Py_ssize_t count);
+// batch_isend_irecv: of a list of plain P2POps, of batch_kinds(), of pycomm's Group, and of its global ranks unless it is the default group.
+// Answers the list of their handles; all are read before one is started.
+PyObject* fast_batch(PyObject* self, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace pycomm

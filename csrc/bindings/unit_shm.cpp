@@ -1,5 +1,6 @@
 // What Python sees of shared memory. pybind11 costs three seconds of every file that is compiled by itself, thrice what is
 // in the file: so the bindings are compiled as two, this one and unit_kernels.cpp.
+#include "batch_kinds.cpp"
 #include "board.cpp"
 #include "frames.cpp"
 #include "message_handle.cpp"

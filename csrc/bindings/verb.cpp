@@ -3,7 +3,7 @@
 // Reaching native code through a Python frame costs as much as a 4-byte all_reduce. So a hot verb is an object whose call
 // goes straight to the group's short cut (`Group.fast_*`, a C function of the transport) with the caller's own arguments,
 // and to the Python function if that answers False: with nothing done, because the call is not an ordinary one. A verb that
-// returns a handle passes the class of it and the group on, behind the caller's arguments.
+// returns handles passes what they are made of, their class or batch_kinds(), and the group on, behind the caller's arguments.
 #include <pybind11/pybind11.h>
 #include <structmember.h>
 
@@ -22,7 +22,7 @@ struct Verb {
   PyObject* state;      // has the default group as its attribute `world`
   PyObject* short_cut;  // name of the group's attribute
   int takes_group;      // whether the arguments mean the same in a group that is named
-  PyObject* handle;     // the class; null if the verb returns none
+  PyObject* handle;     // what they are made of; null if the verb returns none
   PyObject* dict;       // __name__, __doc__, __wrapped__, ...
   PyObject* weakrefs;
 };

@@ -40,7 +40,7 @@ class NonMember:
 
     ranks: tuple[int, ...] = ()
     rank = -1
-    fast_irecv = fast_isend = staticmethod(not_now)
+    fast_batch_isend_irecv = fast_irecv = fast_isend = staticmethod(not_now)
 
     def close(self) -> None:
         """Does nothing, so that members and others may end a group alike."""

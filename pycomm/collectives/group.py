@@ -100,6 +100,7 @@ class Group(Observed):
     fast_all_reduce: Callable[..., bool]
     fast_all_to_all_single: Callable[..., bool]
     fast_barrier: Callable[..., bool]
+    fast_batch_isend_irecv: Callable[..., Any]
     fast_broadcast: Callable[..., bool]
     fast_gather: Callable[..., bool]
     fast_irecv: Callable[..., Any]

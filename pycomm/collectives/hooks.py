@@ -75,7 +75,7 @@ _LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
     "scatter": (0, None),
 }
 SHORT_CUT_VERBS = tuple(_LARGEST_AND_OP)
-SHORT_CUT_MESSAGES = ("irecv", "isend", "recv", "send")  # of which hooks are not told
+SHORT_CUT_MESSAGES = ("batch_isend_irecv", "irecv", "isend", "recv", "send")  # of which hooks are not told
 _OF_ONE_RANK = ("gather", "scatter")  # that argument is one rank's part of what they move
 
 

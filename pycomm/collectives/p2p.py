@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, NativeUnavailableError
+from ..ops import native
 from ..transport.base import FIRST_OWN_TAG
 from .context import resolve, root_rank, state
 from .group import Group
@@ -33,9 +34,7 @@ def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, 
     g, peer = _whom(group, dst, group_dst)
     if work := g.fast_isend(tensor, peer, None, tag, NativeWork, g):
         return cast(Work, work)
-    g = resolve(group)
-    with g.scope("isend"):
-        return _start(g, "isend", tensor, root_rank(g, dst, group_dst, "dst"), tag)
+    return _Message.checked("isend", tensor, dst, group, tag, group_dst).start()
 
 
 @with_short_cut("fast_irecv", takes_group=False, handle=NativeWork)
@@ -47,10 +46,7 @@ def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, 
     g, peer = _whom(group, src, group_src)
     if work := g.fast_irecv(tensor, peer, None, tag, NativeWork, g):
         return cast(Work, work)
-    g = resolve(group)
-    with g.scope("irecv"):
-        is_any = src is None and group_src is None
-        return _start(g, "irecv", tensor, None if is_any else root_rank(g, src, group_src, "src"), tag)
+    return _Message.checked("irecv", tensor, src, group, tag, group_src).start()
 
 
 @with_short_cut("fast_send", takes_group=False)
@@ -100,6 +96,8 @@ class P2POp:
     ``op`` is ``isend`` or ``irecv`` (ours or torch's), ``peer`` a global rank, ``group_peer`` one of the group.
     """
 
+    __slots__ = ("group", "group_peer", "op", "peer", "tag", "tensor")  # where the short cut reads them
+
     def __init__(
         self,
         op: Callable[..., Any],
@@ -109,7 +107,7 @@ class P2POp:
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:
-        if getattr(op, "__name__", None) not in ("isend", "irecv"):
+        if op is not isend and op is not irecv and getattr(op, "__name__", None) not in ("isend", "irecv"):
             raise ConfigError(f"P2POp: expected pycomm.isend or pycomm.irecv, got {op!r}")
         if peer is None and group_peer is None:
             raise ConfigError("P2POp: expected peer (a global rank) or group_peer (a rank of the group), got neither")
@@ -121,31 +119,33 @@ class P2POp:
         self.group_peer = group_peer
 
 
+def _batch_kinds() -> object:
+    """Returns what the short cut of a batch has to know of this module; None where there are no short cuts."""
+    try:
+        return native().batch_kinds(NativeWork, P2POp, isend, irecv)
+    except NativeUnavailableError:
+        return None
+
+
+_kinds = _batch_kinds()
+
+
+@with_short_cut("fast_batch_isend_irecv", takes_group=False, handle=_kinds)
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Starts all messages of the list, whose order does not matter, and returns their Works in its order.
 
-    Also takes torch.distributed.P2POp. Raises ConfigError for an empty list.
+    Also takes torch.distributed.P2POp. Raises ConfigError for an empty list, and for a message that cannot be right,
+    before one is started.
     """
     if not p2p_op_list:
         raise ConfigError("batch_isend_irecv: expected at least one P2POp, got an empty list")
-    works: list[Any] = []
-    sends: list[int] = []
-    for message in p2p_op_list:
-        if message.op.__name__ == "irecv":  # first, so that messages find their place waiting
-            works.append(_start_one(irecv, message))
-        else:
-            sends.append(len(works))
-            works.append(message)
-    for index in sends:
-        works[index] = _start_one(isend, works[index])
-    return works
-
-
-def _start_one(start: Callable[..., Work], m: P2POp) -> Work:
-    peer = m.peer
-    if peer is None:
-        return start(m.tensor, None, m.group, m.tag, m.group_peer)
-    return start(m.tensor, peer, m.group, m.tag)  # torch's P2POp fills in both ranks; the global one says it all
+    if (group := p2p_op_list[0].group) is not None:
+        g = resolve(group)
+        if handles := g.fast_batch_isend_irecv(p2p_op_list, _kinds, g, g.ranks):
+            return cast("list[Work]", handles)
+    messages = [_Message.of(each) for each in p2p_op_list]
+    works: list[Any] = [m.start() if m.verb == "irecv" else None for m in messages]  # first: a place for what comes
+    return [m.start() if work is None else work for m, work in zip(messages, works, strict=True)]
 
 
 def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
@@ -159,7 +159,8 @@ def start_message(g: Group, verb: str, tensor: torch.Tensor, peer: int | None, t
         short_cut = g.fast_irecv if verb == "irecv" else g.fast_isend
         if work := short_cut(tensor, peer, None, tag, NativeWorkInGroup, g):
             return cast(Work, work)
-        return _start(g, verb, tensor, peer, tag, in_order=False)
+        message = _Message(g, verb, tensor, peer, tag)
+    return message.start(in_order=False)
 
 
 def _whom(group: Any, rank: Any, group_rank: Any) -> tuple[Any, Any]:
@@ -174,25 +175,41 @@ def _whom(group: Any, rank: Any, group_rank: Any) -> tuple[Any, Any]:
     return g, g.ranks.index(rank) if group_rank is None and rank in g.ranks else -1
 
 
-def _start(g: Group, verb: str, tensor: Any, peer: int | None, tag: int, in_order: bool = True) -> Work:
-    """Hands the message to the transport, after what the group has outstanding.
+class _Message:
+    """A message that has been checked, and not started; ``peer`` is a rank of the group, or None for any."""
 
-    Not ``in_order``: at once, where the transport can, and the handle tells ranks of the group.
-    """
-    is_receive = verb == "irecv"
-    _check_tag(tag)
-    t = as_tensor(tensor, "tensor", writes=is_receive)
-    flat = flatten(t, reads=not is_receive, writes=is_receive, devices=g.transport.devices)
-    if in_order or not g.transport.messages_are_free:
-        g.settle()
-    if is_receive:
-        request = g.transport.irecv(flat.tensor, peer, tag)
-    else:
-        assert peer is not None
-        request = g.transport.isend(flat.tensor, peer, tag)
-    return RequestWork(g, verb, peer, request, tensor, flat.finish, is_global=in_order)
+    def __init__(self, g: Group, verb: str, tensor: Any, peer: int | None, tag: int) -> None:
+        if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+            raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises few more), got {tag!r}")
+        self.group, self.verb, self.tensor, self.peer, self.tag = g, verb, tensor, peer, tag
+        receives = verb == "irecv"
+        t = as_tensor(tensor, "tensor", writes=receives)
+        self.flat = flatten(t, reads=not receives, writes=receives, devices=g.transport.devices)
 
+    @classmethod
+    def checked(cls, verb: str, tensor: Any, rank: Any, group: Any, tag: int, group_rank: Any) -> _Message:
+        g = resolve(group)
+        with g.scope(verb):
+            word, is_any = ("src", rank is None and group_rank is None) if verb == "irecv" else ("dst", False)
+            return cls(g, verb, tensor, None if is_any else root_rank(g, rank, group_rank, word), tag)
 
-def _check_tag(tag: int) -> None:
-    if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
-        raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises few more), got {tag!r}")
+    @classmethod
+    def of(cls, m: P2POp) -> _Message:
+        group_peer = m.group_peer if m.peer is None else None  # torch's P2POp fills in both; the global one says it all
+        return cls.checked(m.op.__name__, m.tensor, m.peer, m.group, m.tag, group_peer)
+
+    def start(self, in_order: bool = True) -> Work:
+        """Hands the message to the transport, after what the group has outstanding.
+
+        Not ``in_order``: at once, where the transport can, and the handle tells ranks of the group.
+        """
+        g = self.group
+        with g.scope(self.verb):
+            if in_order or not g.transport.messages_are_free:
+                g.settle()
+            if self.verb == "irecv":
+                request = g.transport.irecv(self.flat.tensor, self.peer, self.tag)
+            else:
+                assert self.peer is not None
+                request = g.transport.isend(self.flat.tensor, self.peer, self.tag)
+            return RequestWork(g, self.verb, self.peer, request, self.tensor, self.flat.finish, is_global=in_order)

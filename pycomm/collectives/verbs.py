@@ -60,10 +60,11 @@ _PLAIN = Options()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def with_short_cut(name: str, takes_group: bool = True, handle: type | None = None) -> Callable[[_Function], _Function]:
+def with_short_cut(name: str, takes_group: bool = True, handle: object = None) -> Callable[[_Function], _Function]:
     """Puts the group's short cut ``name`` in front of a verb: a native object that calls the one, or the other.
 
-    Where the verb returns a ``handle``, its class and the group follow the caller's arguments.
+    Where the verb returns handles, what they are made of (``handle``: their class, or ``batch_kinds``) and the group
+    follow the caller's arguments.
     """
 
     def decorate(function: _Function) -> _Function:

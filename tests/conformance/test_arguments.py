@@ -268,6 +268,8 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("not defined on sparse", lambda: pycomm.all_reduce(t.to_sparse(), ReduceOp.MAX)),
         ("expected a dense tensor", lambda: pycomm.all_reduce(t.to_sparse(), compression="int8")),
         ("meta", lambda: pycomm.all_reduce(torch.zeros(4, device="meta"))),
+        ("cannot be moved", lambda: pycomm.all_reduce(torch.empty(4, dtype=torch.int4))),
+        ("cannot be moved", lambda: pycomm.broadcast(torch.empty(4, dtype=torch.uint1), 0)),
         ("inside vmap, grad or func", lambda: torch.func.functionalize(pycomm.all_reduce)(torch.ones(4))),
         ("call pycomm outside", lambda: torch.func.vmap(pycomm.all_reduce)(torch.ones(2, 4))),
         ("call pycomm outside", lambda: torch.func.grad(pycomm.all_reduce)(torch.ones(4))),

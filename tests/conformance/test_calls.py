@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import pycomm
 from harness import run_ranks, transport_params
-from pycomm import ReduceOp
+from pycomm import ConfigError, ReduceOp
 from pycomm.collectives.tensors import consecutive
 
 everywhere = pytest.mark.parametrize("transport", transport_params())
@@ -63,15 +64,46 @@ def messages(rank: int) -> None:
 
 def batches(rank: int) -> None:
     n = pycomm.world_size()
-    inputs = [torch.tensor([rank * 10.0 + peer]) for peer in range(n)]
-    outputs = [torch.zeros(1) for _ in range(n)]
-    sends = [pycomm.P2POp(pycomm.isend, inputs[peer], peer) for peer in range(n)]
-    receives = [pycomm.P2POp(torch.distributed.irecv, outputs[peer], peer) for peer in range(n)]
-    works = pycomm.batch_isend_irecv([*sends, *receives])
-    assert len(works) == 2 * n
-    for work in works:
-        work.wait()
-    assert [each.item() for each in outputs] == [peer * 10.0 + rank for peer in range(n)]
+    exchange(range(n), lambda op, tensor, peer: pycomm.P2POp(op, tensor, peer))
+    torchs = {pycomm.isend: torch.distributed.isend, pycomm.irecv: torch.distributed.irecv}
+    exchange(range(n), lambda op, tensor, peer: pycomm.P2POp(torchs[op], tensor, peer))
+    everybody = pycomm.new_group()
+    exchange(range(n), lambda op, tensor, peer: pycomm.P2POp(op, tensor, group=everybody, tag=5, group_peer=peer))
+    some = pycomm.new_group([1, 2])
+    if some:
+        exchange([1, 2], lambda op, tensor, peer: pycomm.P2POp(op, tensor, peer, some))
+        exchange([1, 2], lambda op, tensor, peer: pycomm.P2POp(op, tensor, group=some, group_peer=peer - 1))
+    # Of a batch with a message that cannot be right, none is started.
+    after, before, kept = (rank + 1) % n, (rank - 1) % n, torch.zeros(3)
+    good = pycomm.P2POp(pycomm.irecv, kept, before)
+    mistakes = (
+        (f"rank {n} is not in group", pycomm.P2POp(pycomm.isend, kept, n)),
+        ("tag: expected", pycomm.P2POp(pycomm.isend, kept, after, tag=-1)),
+        ("cannot be moved", pycomm.P2POp(pycomm.isend, torch.empty(3, dtype=torch.int4), after)),
+        ("group_dst: expected", pycomm.P2POp(pycomm.isend, kept, group_peer=n)),
+    )
+    for words, mistaken in mistakes:
+        with pytest.raises(ConfigError, match=words):
+            pycomm.batch_isend_irecv([good, mistaken])
+    exchange([before, after], lambda op, tensor, peer: pycomm.P2POp(op, tensor, peer))
+    assert (kept == 0).all()
+
+
+def exchange(peers: Sequence[int], message: Callable[[Any, torch.Tensor, int], pycomm.P2POp]) -> None:
+    """Sends to every peer, and receives from it, in one batch: sends first, then in another order."""
+    rank = pycomm.rank()
+    inputs = [torch.tensor([rank * 10.0 + peer]) for peer in peers]
+    outputs = [torch.zeros(1) for _ in peers]
+    sends = [message(pycomm.isend, sent, peer) for sent, peer in zip(inputs, peers, strict=True)]
+    receives = [message(pycomm.irecv, received, peer) for received, peer in zip(outputs, peers, strict=True)]
+    for batch in ([*sends, *receives], [*receives, *sends], tuple(receives + sends)):
+        for received in outputs:
+            received.zero_()
+        works = pycomm.batch_isend_irecv(batch)
+        assert len(works) == len(batch)
+        for work in works:
+            assert work.wait()
+        assert [each.item() for each in outputs] == [peer * 10.0 + rank for peer in peers]
 
 
 def strided_messages(rank: int) -> None:
