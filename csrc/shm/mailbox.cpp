@@ -246,7 +246,7 @@ bool Mailbox::give_up(const std::shared_ptr<Message>& message) {
       inbound.aside.assign(message->data, message->data + message->bytes);
       inbound.target = nullptr;
     }
-    receives_.remove(message);
+    forget_receive(*message);
   }
   message->is_done = true;
   return true;

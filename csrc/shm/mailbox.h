@@ -12,7 +12,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -140,6 +139,7 @@ class Mailbox {
   void take_offer(int from);
   void close_inbound(Inbound& inbound);
   bool take_aside(Message& message);
+  void forget_receive(const Message& message);
   void accept(Message& message, const Frame& frame, int from);  // `frame` is for `message`
   bool is_awaited(int from) const;
   void fail_all(const std::exception_ptr& error);
@@ -168,7 +168,7 @@ class Mailbox {
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
   std::size_t sends_ = 0;                              // under way, of all outbounds
-  std::list<std::shared_ptr<Message>> receives_;       // under way, in the order they were started
+  std::vector<std::shared_ptr<Message>> receives_;     // under way, in the order they were started
   Streaming results_;                                  // that are written past the caches
   std::vector<int> receivers_, senders_;               // whom progress() moves bytes to and from
   std::uint64_t messages_ = 0;

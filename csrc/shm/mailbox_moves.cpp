@@ -43,7 +43,7 @@ bool Mailbox::progress() {
   const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kString;
   bool moved = false, moves = true;
   for (std::size_t bytes = 0; moves && bytes < kMostAtOnce; bytes += turn) {
-    if (bytes >= kPieceBytes) waiter_.about_to_block();  // the caller's own message may be a short one
+    if (bytes > kPieceBytes) waiter_.about_to_block();  // not for a short one, after which the second look finds nothing
     moves = false;
     for (const int r : receivers_) moves |= push(outbound_[r], turn);
     for (const int r : senders_) moves |= pull(r, turn);
@@ -195,7 +195,7 @@ void Mailbox::open_inbound(int from) {
   }
   inbound.is_dropped = true;  // lengths differ: the bytes go nowhere
   inbound.target = nullptr;
-  receives_.remove(target);
+  forget_receive(*target);
 }
 
 void Mailbox::take_offer(int from) {
@@ -215,7 +215,7 @@ void Mailbox::close_inbound(Inbound& inbound) {
   if (inbound.is_streamed) store_fence();
   if (inbound.target) {
     inbound.target->is_done = true;
-    receives_.remove(inbound.target);
+    forget_receive(*inbound.target);
     inbound.target = nullptr;
   } else if (!inbound.is_dropped) {
     inbound.set_aside.push_back({inbound.frame, std::move(inbound.aside)});
@@ -234,6 +234,11 @@ void Mailbox::accept(Message& message, const Frame& frame, int from) {
                                                                                    static_cast<std::int64_t>(frame.bytes)}));
 }
 
+void Mailbox::forget_receive(const Message& message) {
+  const auto it = std::find_if(receives_.begin(), receives_.end(), [&](const auto& other) { return other.get() == &message; });
+  if (it != receives_.end()) receives_.erase(it);
+}
+
 bool Mailbox::take_aside(Message& message) {
   for (int from = 0; from < ranks_; ++from) {
     if (message.peer >= 0 && message.peer != from) continue;
@@ -244,7 +249,7 @@ bool Mailbox::take_aside(Message& message) {
     if (!message.is_done) std::copy(it->data.begin(), it->data.end(), message.data);
     message.is_done = true;
     waiting.erase(it);
-    receives_.remove_if([&](const auto& other) { return other.get() == &message; });
+    forget_receive(message);
     return true;
   }
   return false;
