@@ -13,8 +13,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "few_ways.h"
 #include "stores.h"
-#include "two_ways.h"
 #include "wait.h"
 
 namespace pycomm::shm {
@@ -74,8 +74,8 @@ class ChannelWriter : public ChannelEnd {
     if (count < kString || !is_walked()) {
       copy_by_blocks(here(), bytes, count);
     } else {
-      TwoWays& ways = ways_[is_long];
-      const bool by_strings = ways.choose();
+      FewWays<2>& ways = ways_[is_long];
+      const bool by_strings = ways.choose() != 0;
       const std::int64_t start_ns = ways.is_timed() ? monotonic_ns() : 0;
       by_strings ? copy_by_strings(here(), bytes, count) : copy_by_blocks(here(), bytes, count);
       if (ways.is_timed()) ways.took(by_strings, static_cast<double>(monotonic_ns() - start_ns) / static_cast<double>(count));
@@ -84,7 +84,7 @@ class ChannelWriter : public ChannelEnd {
   }
 
  private:
-  TwoWays ways_[2];
+  FewWays<2> ways_[2];
 };
 
 class ChannelReader : public ChannelEnd {

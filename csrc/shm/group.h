@@ -80,7 +80,7 @@ class Group {
     Chosen<Stores> one_way_by;          // and how those do that only fill: of a message from one root, or to it
     Chosen<bool> delivers_directly;     // what one rank sends to the others, or through shared memory; [Note: direct reads]
     Chosen<bool> exchanges_directly;    // what each sends to each
-    Way offers_messages;                // that are exchanged; [Note: trials of offers]
+    Way offers_messages;                // that are exchanged; [Note: trials of exchanges]
   };
   struct Setup {
     int fd;                         // the host's memfd

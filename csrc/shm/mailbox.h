@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "channel.h"
+#include "exchange_trials.h"
 #include "layout.h"
 #include "memory.h"
 #include "offer.h"
-#include "offer_trials.h"
 #include "stores.h"
 #include "wait.h"
 
@@ -97,7 +97,8 @@ class Mailbox {
     std::deque<std::shared_ptr<Message>> messages;
     bool is_populated = false;
     bool may_offer = true;            // until the kernel refuses
-    OfferTrials trials{};
+    ExchangeTrials trials{};
+    std::size_t turn = kString;       // so much of the last message goes before what comes has its turn
     std::uint64_t offers = 0;         // so many were made
     int looks = 0;                    // at the last one
   };
@@ -129,12 +130,12 @@ class Mailbox {
   void check(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
   // All of these are called with mutex_ held. The bool ones say whether a byte moved.
   bool progress();
-  bool push(Outbound& outbound, std::size_t most);
-  bool offers(Outbound& outbound, const std::shared_ptr<Message>& message);  // rather than to send it through the channel
+  bool push(Outbound& outbound, bool by_turns);
+  Going way_of(Outbound& outbound, const std::shared_ptr<Message>& message);
   void write_frame(Outbound& outbound);  // of the next message
   bool is_offer_open(Outbound& outbound, Message& message);  // else it is done, or its bytes go through the channel
   void retract(Outbound& outbound);
-  bool pull(int from, std::size_t most);
+  bool pull(int from, bool by_turns);
   void open_inbound(int from);
   void take_offer(int from);
   void close_inbound(Inbound& inbound);

@@ -40,23 +40,29 @@ bool Mailbox::progress() {
     if (!outbound_[r].messages.empty()) receivers_.push_back(r);
     if (inbound_[r].is_open || is_awaited(r)) senders_.push_back(r);
   }
-  const std::size_t turn = receivers_.empty() || senders_.empty() ? kPieceBytes : kString;
+  const bool by_turns = !receivers_.empty() && !senders_.empty();
   bool moved = false, moves = true;
-  for (std::size_t bytes = 0; moves && bytes < kMostAtOnce; bytes += turn) {
+  for (std::size_t bytes = 0; moves && bytes < kMostAtOnce;) {
     if (bytes > kPieceBytes) waiter_.about_to_block();  // not for a short one, after which the second look finds nothing
     moves = false;
-    for (const int r : receivers_) moves |= push(outbound_[r], turn);
-    for (const int r : senders_) moves |= pull(r, turn);
+    std::size_t turn = by_turns ? kString : kPieceBytes;
+    for (const int r : receivers_) {
+      moves |= push(outbound_[r], by_turns);
+      if (by_turns) turn = std::max(turn, outbound_[r].turn);
+    }
+    for (const int r : senders_) moves |= pull(r, by_turns);
     moved |= moves;
+    bytes += turn;
   }
   for (const int r : senders_)
     if (inbound_[r].channel.tell()) waiter_.published(r);
   return moved;
 }
 
-bool Mailbox::push(Outbound& outbound, std::size_t most) {
+bool Mailbox::push(Outbound& outbound, bool by_turns) {
   ChannelWriter& channel = outbound.channel;
   bool moved = false;
+  std::size_t pushed = 0;
   while (!outbound.messages.empty()) {
     Message& message = *outbound.messages.front();
     if (!message.is_framed) {
@@ -66,12 +72,14 @@ bool Mailbox::push(Outbound& outbound, std::size_t most) {
       moved = true;
     }
     if (message.is_offered && is_offer_open(outbound, message)) return moved;
+    const std::size_t most = by_turns ? outbound.turn : kPieceBytes;
+    if (most > kPieceBytes && message.bytes > kPieceBytes) waiter_.about_to_block();
     while (message.moved < message.bytes) {
-      const std::size_t piece = next_piece(message, channel), count = std::min(piece, most);
+      const std::size_t piece = next_piece(message, channel), count = std::min(piece, most - std::min(pushed, most));
       if (count == 0 || !channel.has_room(piece)) return moved;
       channel.write(message.data + message.moved, count, is_long(message.bytes));
       message.moved += count;
-      most -= count;
+      pushed += count;
       moved = true;
       if (channel.is_between_pieces() && channel.tell()) waiter_.published(outbound.to);
     }
@@ -85,19 +93,22 @@ bool Mailbox::push(Outbound& outbound, std::size_t most) {
   return moved;
 }
 
-bool Mailbox::offers(Outbound& outbound, const std::shared_ptr<Message>& message) {
-  if (!outbound.may_offer || outbound.to == rank_ || !is_offerable(message->bytes)) return false;
-  const auto is_exchanged = [&](const auto& other) { return other->peer == outbound.to && is_offerable(other->bytes); };
+Going Mailbox::way_of(Outbound& outbound, const std::shared_ptr<Message>& message) {
+  if (message->bytes < kOfferFrom) return Going::kAtOnce;
+  const auto is_exchanged = [&](const auto& other) { return other->peer == outbound.to && other->bytes >= kOfferFrom; };
   const auto received = std::find_if(receives_.begin(), receives_.end(), is_exchanged);
-  if (received == receives_.end()) return false;
-  if (offers_) return *offers_;
-  return outbound.channel.is_walked() && outbound.trials.offers(message, *received);
+  if (received == receives_.end() || outbound.to == rank_) return Going::kByTurns;
+  const bool may_offer = outbound.may_offer && is_offerable(message->bytes) && is_offerable((*received)->bytes);
+  if (offers_) return *offers_ && may_offer ? Going::kOffered : Going::kByTurns;
+  return outbound.channel.is_walked() ? outbound.trials.way(message, *received, may_offer) : Going::kByTurns;
 }
 
 void Mailbox::write_frame(Outbound& outbound) {
   Message& message = *outbound.messages.front();
   message.is_framed = true;
-  message.is_offered = offers(outbound, outbound.messages.front());
+  const Going way = way_of(outbound, outbound.messages.front());
+  message.is_offered = way == Going::kOffered;
+  outbound.turn = way == Going::kAtOnce ? kMostAtOnce : kString;
   const Frame frame{message.bytes, static_cast<std::int32_t>(message.tag), message.is_offered};
   outbound.channel.write(&frame, sizeof frame);
   if (message.is_offered) {
@@ -127,9 +138,10 @@ bool Mailbox::is_awaited(int from) const {
   return std::any_of(receives_.begin(), receives_.end(), [from](const auto& m) { return m->peer < 0 || m->peer == from; });
 }
 
-bool Mailbox::pull(int from, std::size_t most) {
+bool Mailbox::pull(int from, bool by_turns) {
   Inbound& inbound = inbound_[from];
   ChannelReader& channel = inbound.channel;
+  std::size_t most = by_turns ? outbound_[from].turn : kPieceBytes;
   bool moved = false;
   for (;;) {
     if (!inbound.is_open) {
@@ -138,6 +150,7 @@ bool Mailbox::pull(int from, std::size_t most) {
       if (inbound.frame.is_offer) take_offer(from);
       moved = true;
     }
+    if (most > kPieceBytes && inbound.frame.bytes > kPieceBytes) waiter_.about_to_block();
     while (inbound.moved < inbound.frame.bytes) {
       const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
       if (count == 0 || !channel.has(piece)) return moved;

@@ -3,7 +3,7 @@
 // [Note: offers]
 // What goes through a channel is copied twice, by both ranks. That is the faster way for what goes one way (64 KiB: 4 us, not 6). Where two ranks
 // send each other as much, both copy twice as much; so there a longer message may be offered, where that is found to be faster
-// ([Note: trials of offers]): its frame says where it lies, and who receives it takes the offer, reads it there (process_vm_readv) and
+// ([Note: trials of exchanges]): its frame says where it lies, and who receives it takes the offer, reads it there (process_vm_readv) and
 // says that it has. If the kernel refuses, its bytes follow through the channel. So they do if nobody takes the offer in some
 // microseconds, for which the sender withdraws it, as far as the channel has room for them: a sender whose receiver computes does not wait for it.
 //

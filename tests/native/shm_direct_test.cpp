@@ -222,7 +222,7 @@ void try_offers() {
   run("exchanges that find out how to go", host, [](int rank, Group& group) {
     const std::vector<float> expected = input_of(1 - rank, kOffered);
     std::vector<float> data = input_of(rank, kOffered), got(kOffered);
-    for (std::size_t i = 0; i < 120; ++i) {
+    for (std::size_t i = 0; i < 200; ++i) {  // by turns, offered, at once, by turns
       data[i] = got[i] = -1.0f;  // other bytes each time
       const Sent receive = start_receive(group, got, 1), send = start_send(group, data, 1);
       group.mailbox().wait(send, kPatienceNs), group.mailbox().wait(receive, kPatienceNs);
@@ -233,25 +233,35 @@ void try_offers() {
   expect(reads > 0, "offers are tried");
 }
 
-// The way that usually took less time is gone until it is time to try again; here offers are as slow as `offer_us` says.
-void choose_by_time(int offer_us) {
-  OfferTrials trials;
-  std::vector<bool> offered;
-  constexpr int kEach = 64, kTried = 4 * kEach, kEvery = 4096;
+// The way that usually took less time is gone until it is time to try again; here others take 2 ms.
+void choose_by_time(Going way, int way_us) {
+  ExchangeTrials trials;
+  std::vector<Going> gone;
+  constexpr int kEach = 64, kWays = 3, kTried = 2 * kWays * kEach, kEvery = 4096;
   for (int i = 0; i < kEvery + kTried; ++i) {
     const auto sent = std::make_shared<Message>(true, 1, 0, nullptr, kOfferedBytes), received = std::make_shared<Message>(*sent);
-    offered.push_back(trials.offers(sent, received));
-    if (i < kTried) std::this_thread::sleep_for(std::chrono::microseconds(offered.back() ? offer_us : 2000));
+    gone.push_back(trials.way(sent, received, /*may_offer=*/true));
+    if (i < kTried) std::this_thread::sleep_for(std::chrono::microseconds(gone.back() == way ? way_us : 2000));
     sent->is_done = true;
     trials.look();
     received->is_done = true;
     trials.look();
   }
-  const bool wins = offer_us < 2000;
-  for (int at = 0; at < kTried; at += 2 * kEach)
-    for (const auto start : {offered.begin() + at, offered.begin() + kEvery + at})
-      expect(std::count(start, start + kEach, false) == kEach && std::count(start + kEach, start + 2 * kEach, true) == kEach, "both ways are tried");
-  expect(std::count(offered.begin() + kTried, offered.begin() + kEvery, wins) == kEvery - kTried, "what took less time is chosen");
+  for (int at = 0; at < kTried; at += kEach)
+    for (const auto start : {gone.begin() + at, gone.begin() + kEvery + at})
+      expect(std::count(start, start + kEach, static_cast<Going>(at / kEach % kWays)) == kEach, "all ways are tried");
+  expect(std::count(gone.begin() + kTried, gone.begin() + kEvery, way) == (way_us < 2000) * (kEvery - kTried), "what took less time is chosen");
+}
+
+// Where there can be no offers, none is made.
+void choose_without_offers() {
+  ExchangeTrials trials;
+  for (int i = 0; i < 1000; ++i) {
+    const auto sent = std::make_shared<Message>(true, 1, 0, nullptr, kOfferedBytes), received = std::make_shared<Message>(*sent);
+    expect(trials.way(sent, received, /*may_offer=*/false) != Going::kOffered, "no offer");
+    sent->is_done = received->is_done = true;
+    trials.look();
+  }
 }
 
 // Nobody comes: what the channel has room for is sent all the same.
@@ -319,8 +329,10 @@ void test_direct() {
   take_offers();
   refuse_offers();
   try_offers();
-  choose_by_time(0);
-  choose_by_time(10'000);
+  choose_by_time(Going::kOffered, 0);
+  choose_by_time(Going::kAtOnce, 0);
+  choose_by_time(Going::kOffered, 10'000);
+  choose_without_offers();
   withdraw_offers();
   give_up_an_offer(false);
   give_up_an_offer(true);
