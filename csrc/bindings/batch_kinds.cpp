@@ -1,7 +1,5 @@
 #include "batch_kinds.h"
 
-#include <structmember.h>
-
 #include <memory>
 #include <string>
 
@@ -15,18 +13,15 @@ namespace {
 constexpr const char* kName = "pycomm.BatchKinds";
 constexpr const char* kFieldNames[BatchKinds::kFields] = {"op", "tensor", "peer", "group", "tag", "group_peer"};
 
-Py_ssize_t place_of_slot(const py::type& type, const char* name) {
-  const py::object descriptor = type.attr(name);
-  if (Py_TYPE(descriptor.ptr()) != &PyMemberDescr_Type) throw py::type_error(std::string("expected a slot: ") + name);
-  return reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member->offset;
-}
-
 // They live as long as the process does, as pycomm's modules do.
 py::capsule batch_kinds(const py::type& handle, const py::type& message, const py::object& isend, const py::object& irecv) {
   if (!is_handle_type(handle.ptr())) throw py::type_error("expected a class of handles");
   const auto as_type = [](const py::type& type) { return reinterpret_cast<PyTypeObject*>(Py_NewRef(type.ptr())); };
   auto kinds = std::make_unique<BatchKinds>(BatchKinds{as_type(handle), as_type(message), Py_NewRef(isend.ptr()), Py_NewRef(irecv.ptr()), {}});
-  for (int i = 0; i < BatchKinds::kFields; ++i) kinds->places[i] = place_of_slot(message, kFieldNames[i]);
+  for (int i = 0; i < BatchKinds::kFields; ++i) {
+    kinds->places[i] = place_of_slot(kinds->message, py::str(kFieldNames[i]).ptr());
+    if (kinds->places[i] == 0) throw py::type_error(std::string("expected a slot: ") + kFieldNames[i]);
+  }
   return py::capsule(kinds.release(), kName);
 }
 

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include "slots.h"
+
 namespace pycomm {
 
 struct BatchKinds {
@@ -11,14 +13,12 @@ struct BatchKinds {
   PyTypeObject* handle;   // a class that make_handle takes
   PyTypeObject* message;  // P2POp
   PyObject *isend, *irecv;
-  Py_ssize_t places[kFields];  // of the slots that a P2POp has: Python looks each up by its name, and a batch of two has twelve
+  Py_ssize_t places[kFields];  // of the slots that a P2POp has
 
   // What a capsule of batch_kinds() holds; null for any other object.
   static const BatchKinds* of(PyObject* capsule);
   // Null where it was deleted.
-  PyObject* field(PyObject* of_message, Field which) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(of_message) + places[which]);
-  }
+  PyObject* field(PyObject* of_message, Field which) const { return in_slot(of_message, places[which]); }
 };
 
 void bind_batch_kinds(pybind11::module_& m);

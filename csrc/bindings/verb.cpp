@@ -5,10 +5,13 @@
 // and to the Python function if that answers False: with nothing done, because the call is not an ordinary one. A verb that
 // returns handles passes what they are made of, their class or batch_kinds(), and the group on, behind the caller's arguments.
 #include <pybind11/pybind11.h>
-#include <structmember.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <memory>
+#include <new>
+
+#include "slots.h"
 
 namespace py = pybind11;
 
@@ -19,28 +22,29 @@ struct Verb {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* function;   // the ordinary path
-  PyObject* state;      // has the default group as its attribute `world`
-  PyObject* short_cut;  // name of the group's attribute
+  PyObject* state;      // has the default group as
+  Attribute world;      // this one
+  Attribute short_cut;  // of a group
   int takes_group;      // whether the arguments mean the same in a group that is named
   PyObject* handle;     // what they are made of; null if the verb returns none
   PyObject* dict;       // __name__, __doc__, __wrapped__, ...
   PyObject* weakrefs;
 };
 
-PyObject* name_world = nullptr;
 PyObject* name_group = nullptr;
+PyObject* name_world = nullptr;
 
 constexpr Py_ssize_t kMostWithHandle = 4;
 
 // The group of the call, or null if that cannot take a short cut. A new reference; never leaves an error set.
-PyObject* find_group(const Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-  if (keywords == nullptr || PyTuple_GET_SIZE(keywords) == 0) return PyObject_GetAttr(self->state, name_world);
+PyObject* find_group(Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  if (keywords == nullptr || PyTuple_GET_SIZE(keywords) == 0) return self->world.of(self->state);
   if (!self->takes_group || PyTuple_GET_SIZE(keywords) != 1 || PyTuple_GET_ITEM(keywords, 0) != name_group) return nullptr;
-  return args[count] == Py_None ? PyObject_GetAttr(self->state, name_world) : Py_NewRef(args[count]);
+  return args[count] == Py_None ? self->world.of(self->state) : Py_NewRef(args[count]);
 }
 
 // What the short cut answers; False where there is none to take.
-PyObject* take_short_cut(const Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+PyObject* take_short_cut(Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   PyObject* const group = find_group(self, args, count, keywords);
   if (group == nullptr) Py_RETURN_FALSE;
   PyObject* extended[kMostWithHandle + 2];
@@ -49,7 +53,7 @@ PyObject* take_short_cut(const Verb* self, PyObject* const* args, Py_ssize_t cou
     extended[count++] = self->handle;
     extended[count++] = group;
   }
-  PyObject* const short_cut = PyObject_GetAttr(group, self->short_cut);
+  PyObject* const short_cut = self->short_cut.of(group);
   if (short_cut == nullptr) PyErr_Clear();  // a torch ProcessGroup, for one
   PyObject* const answer = short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
   Py_XDECREF(short_cut);
@@ -75,10 +79,10 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->vectorcall = call;
   self->function = Py_NewRef(function);
   self->state = Py_NewRef(state);
-  self->short_cut = Py_NewRef(short_cut);
+  new (&self->world) Attribute(name_world);
+  new (&self->short_cut) Attribute(short_cut);
   self->takes_group = takes_group;
   if (handle != Py_None) self->handle = Py_NewRef(handle);
-  PyUnicode_InternInPlace(&self->short_cut);
   self->dict = PyDict_New();
   return reinterpret_cast<PyObject*>(self);
 }
@@ -97,7 +101,6 @@ int clear(PyObject* object) {
   auto* const self = reinterpret_cast<Verb*>(object);
   Py_CLEAR(self->function);
   Py_CLEAR(self->state);
-  Py_CLEAR(self->short_cut);
   Py_CLEAR(self->handle);
   Py_CLEAR(self->dict);
   return 0;
@@ -109,6 +112,8 @@ void destroy(PyObject* object) {
   PyObject_GC_UnTrack(object);
   if (self->weakrefs != nullptr) PyObject_ClearWeakRefs(object);
   clear(object);
+  std::destroy_at(&self->world);
+  std::destroy_at(&self->short_cut);
   type->tp_free(object);
   Py_DECREF(type);
 }
