@@ -13,8 +13,9 @@
 
 namespace pycomm {
 
-// Of the tensor that a call works on: from here on other threads are let run meanwhile.
-inline constexpr std::size_t kUnlockedBytes = 16 * 1024;
+// Of the tensor that a call works on: from here on other threads are let run meanwhile. To let the lock go and take it back costs 50 ns (two
+// ranks on Zen 5, an all_reduce of 16 KiB: a twelfth of the time); to work on less takes some microseconds, and who waits longer lets it go.
+inline constexpr std::size_t kUnlockedBytes = 128 * 1024;
 
 // Runs `take`, which takes the lock.
 template <class Take>
