@@ -128,9 +128,18 @@ class Packer:
 
 class Verb:
     def __init__(
-        self, function: Callable[..., Any], state: object, short_cut: str, takes_group: bool, handle: object
+        self,
+        function: Callable[..., Any],
+        state: object,
+        short_cut: str,
+        takes_group: bool,
+        names: tuple[str, ...],
+        defaults: tuple[Any, ...],
+        handle: object,
     ) -> None: ...
     def __call__(self, *args: Any, **keywords: Any) -> Any: ...
+
+def know_torch_operators(operators: tuple[object, ...]) -> None: ...
 
 # -- the short cut of transports that compare by frames ---------------------------------------------------------------
 

@@ -4,8 +4,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "../kernels/reduce.h"
 #include "dlpack_abi.h"
@@ -112,10 +114,18 @@ class PlainTensors {
   const dlpack::ExchangeApi* api_;
 };
 
+// torch's own operators, at the places of ours; null where there are none. They live as long as torch does.
+inline PyObject* torch_operators[static_cast<int>(ReduceOp::kAvg) + 1] = {};
+
 // Reads an operator, which `object`, null where the caller left it out, has to define on `dtype` without a factor.
 inline bool read_op(PyObject* object, DType dtype, ReduceOp& op) {
   if (object == nullptr) {
     op = ReduceOp::kSum;
+    return reduce_supported(dtype, op);
+  }
+  const auto torchs = std::find(std::begin(torch_operators), std::end(torch_operators), object);
+  if (torchs != std::end(torch_operators)) {
+    op = static_cast<ReduceOp>(torchs - std::begin(torch_operators));
     return reduce_supported(dtype, op);
   }
   if (!PyLong_Check(object) || PyLong_CheckExact(object) || PyBool_Check(object)) return false;  // a member of ReduceOp is none of the latter

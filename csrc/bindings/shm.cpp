@@ -178,6 +178,7 @@ void bind_shm(py::module_& m) {
       py::arg("pid"), "A process's state as the kernel has it, \"\" if it has ended or is being ended, and when it was started.");
   m.def("is_dead", &shm::is_dead, py::arg("pidfd"), py::arg("pid"), "Whether a process has ended or is being ended.");
   m.def("exit_status", &shm::exit_status, py::arg("pidfd"), py::arg("pid"), "How a process ended, as os.waitpid encodes it; -1 if nobody knows.");
+  m.def("know_torch_operators", &know_torch_operators, py::arg("operators"), "torch's, at the places of ours, for the short cuts.");
   m.attr("SHM_MAX_RANKS") = shm::kMaxRanks;
   m.attr("SHM_LAST_TAG") = shm::kLastTag;
   m.def("shm_create_memory", &shm::create_memory, py::arg("ranks"), "A sealed memfd for the ranks of a host; returns its descriptor.");

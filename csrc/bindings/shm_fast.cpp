@@ -215,4 +215,9 @@ pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& 
   return cuts;
 }
 
+void know_torch_operators(const pybind11::tuple& operators) {
+  if (operators.size() != std::size(torch_operators)) throw pybind11::value_error("expected an operator for each of ours but PREMUL_SUM");
+  for (std::size_t i = 0; i < operators.size(); ++i) torch_operators[i] = Py_NewRef(PyTuple_GET_ITEM(operators.ptr(), static_cast<Py_ssize_t>(i)));
+}
+
 }  // namespace pycomm

@@ -2,7 +2,8 @@
 //
 // Reaching native code through a Python frame costs as much as a 4-byte all_reduce. So a hot verb is an object whose call
 // goes straight to the group's short cut (`Group.fast_*`, a C function of the transport) with the caller's own arguments,
-// and to the Python function if that answers False: with nothing done, because the call is not an ordinary one. A verb that
+// those with keywords (`src=0`, `op=...`) at their places, and to the Python function if that answers False: with nothing
+// done, because the call is not an ordinary one. A verb that
 // returns handles passes what they are made of, their class or batch_kinds(), and the group on, behind the caller's arguments.
 #include <pybind11/pybind11.h>
 
@@ -26,6 +27,8 @@ struct Verb {
   Attribute world;      // this one
   Attribute short_cut;  // of a group
   int takes_group;      // whether the arguments mean the same in a group that is named
+  PyObject* names;      // of the function's parameters that have a place,
+  PyObject* defaults;   // and what the last of them are if they are left out
   PyObject* handle;     // what they are made of; null if the verb returns none
   PyObject* dict;       // __name__, __doc__, __wrapped__, ...
   PyObject* weakrefs;
@@ -34,28 +37,70 @@ struct Verb {
 PyObject* name_group = nullptr;
 PyObject* name_world = nullptr;
 
-constexpr Py_ssize_t kMostWithHandle = 4;
+constexpr Py_ssize_t kMost = 6;  // of more arguments no short cut knows what to make
 
-// The group of the call, or null if that cannot take a short cut. A new reference; never leaves an error set.
-PyObject* find_group(Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-  if (keywords == nullptr || PyTuple_GET_SIZE(keywords) == 0) return self->world.of(self->state);
-  if (!self->takes_group || PyTuple_GET_SIZE(keywords) != 1 || PyTuple_GET_ITEM(keywords, 0) != name_group) return nullptr;
-  return args[count] == Py_None ? self->world.of(self->state) : Py_NewRef(args[count]);
-}
+// Arguments as a short cut takes them; the group, if one is named, is apart.
+struct Placed {
+  PyObject* args[kMost + 2] = {};  // two more: what handles are made of, and the group
+  Py_ssize_t count = 0;
+  PyObject* group = nullptr;
+
+  // False where they have no such places: the function then serves, or says what is wrong. No Python error is set.
+  bool read(const Verb* self, PyObject* const* given, Py_ssize_t given_count, PyObject* keywords) {
+    if (given_count > kMost || given_count > PyTuple_GET_SIZE(self->names)) return false;
+    count = given_count;
+    std::copy(given, given + count, args);
+    if (count > 0 && PyTuple_GET_ITEM(self->names, count - 1) == name_group) {  // the last one, by its place
+      if (args[--count] != Py_None) group = args[count];
+      args[count] = nullptr;
+    }
+    for (Py_ssize_t k = 0; keywords != nullptr && k < PyTuple_GET_SIZE(keywords); ++k) {
+      PyObject* const value = given[given_count + k];
+      const Py_ssize_t place = place_of(self, PyTuple_GET_ITEM(keywords, k));
+      if (place < given_count || place >= kMost) return false;
+      if (PyTuple_GET_ITEM(keywords, k) == name_group) {
+        if (value != Py_None) group = value;
+        continue;
+      }
+      args[place] = value;
+      count = std::max(count, place + 1);
+    }
+    const Py_ssize_t first_default = PyTuple_GET_SIZE(self->names) - PyTuple_GET_SIZE(self->defaults);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (args[i] != nullptr) continue;
+      if (i < first_default) return false;
+      args[i] = PyTuple_GET_ITEM(self->defaults, i - first_default);
+    }
+    return true;
+  }
+
+  // -1 if there is none. The names in a call are interned, as those of parameters are.
+  static Py_ssize_t place_of(const Verb* self, PyObject* name) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->names); ++i)
+      if (PyTuple_GET_ITEM(self->names, i) == name) return i;
+    return -1;
+  }
+};
 
 // What the short cut answers; False where there is none to take.
-PyObject* take_short_cut(Verb* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-  PyObject* const group = find_group(self, args, count, keywords);
-  if (group == nullptr) Py_RETURN_FALSE;
-  PyObject* extended[kMostWithHandle + 2];
-  if (self->handle != nullptr && count <= kMostWithHandle) {  // of more arguments no short cut knows what to make
-    args = std::copy(args, args + count, extended) - count;
-    extended[count++] = self->handle;
-    extended[count++] = group;
+PyObject* take_short_cut(Verb* self, PyObject* const* given, Py_ssize_t given_count, PyObject* keywords) {
+  Placed placed;
+  if (!placed.read(self, given, given_count, keywords)) Py_RETURN_FALSE;
+  PyObject* group = self->world.of(self->state);
+  if (group == nullptr) return nullptr;
+  if (placed.group != nullptr && placed.group != group) {
+    Py_DECREF(group);
+    if (!self->takes_group) Py_RETURN_FALSE;
+    group = Py_NewRef(placed.group);
+  }
+  if (self->handle != nullptr) {
+    placed.args[placed.count++] = self->handle;
+    placed.args[placed.count++] = group;
   }
   PyObject* const short_cut = self->short_cut.of(group);
   if (short_cut == nullptr) PyErr_Clear();  // a torch ProcessGroup, for one
-  PyObject* const answer = short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
+  PyObject* const answer =
+      short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, placed.args, static_cast<size_t>(placed.count), nullptr);
   Py_XDECREF(short_cut);
   Py_DECREF(group);
   return answer;
@@ -71,9 +116,10 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, Py
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *function, *state, *short_cut, *handle;
+  PyObject *function, *state, *short_cut, *names, *defaults, *handle;
   int takes_group;
-  if (!PyArg_ParseTuple(args, "OOUpO:Verb", &function, &state, &short_cut, &takes_group, &handle)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOUpO!O!O:Verb", &function, &state, &short_cut, &takes_group, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &handle))
+    return nullptr;
   auto* const self = reinterpret_cast<Verb*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = call;
@@ -82,6 +128,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   new (&self->world) Attribute(name_world);
   new (&self->short_cut) Attribute(short_cut);
   self->takes_group = takes_group;
+  self->names = Py_NewRef(names);
+  self->defaults = Py_NewRef(defaults);
   if (handle != Py_None) self->handle = Py_NewRef(handle);
   self->dict = PyDict_New();
   return reinterpret_cast<PyObject*>(self);
@@ -91,6 +139,7 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* const self = reinterpret_cast<Verb*>(object);
   Py_VISIT(self->function);
   Py_VISIT(self->state);
+  Py_VISIT(self->defaults);
   Py_VISIT(self->handle);
   Py_VISIT(self->dict);
   Py_VISIT(Py_TYPE(object));
@@ -101,6 +150,8 @@ int clear(PyObject* object) {
   auto* const self = reinterpret_cast<Verb*>(object);
   Py_CLEAR(self->function);
   Py_CLEAR(self->state);
+  Py_CLEAR(self->names);
+  Py_CLEAR(self->defaults);
   Py_CLEAR(self->handle);
   Py_CLEAR(self->dict);
   return 0;

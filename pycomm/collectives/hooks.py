@@ -97,7 +97,7 @@ def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None], wo
         numel *= world_size if verb in _OF_ONE_RANK else 1
         reduce_op = None
         if op is not None:  # the caller may have left it at its default
-            reduce_op = ReduceOp(arguments[op]) if op < len(arguments) else ReduceOp.SUM
+            reduce_op = ReduceOp[arguments[op].name] if op < len(arguments) else ReduceOp.SUM  # or torch's
         tell(verb, "native", dtype, reduce_op, numel, None, start_ns, end_ns)
         return True
 

@@ -12,6 +12,7 @@ arguments. It answers False if it has done nothing, because the call is not ordi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -68,13 +69,28 @@ def with_short_cut(name: str, takes_group: bool = True, handle: object = None) -
     """
 
     def decorate(function: _Function) -> _Function:
+        code = function.__code__
+        names, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
         try:
-            verb = native().Verb(function, state, name, takes_group, handle)
+            verb = native().Verb(function, state, name, takes_group, names, defaults, handle)
         except NativeUnavailableError:  # then no transport has short cuts either
             return function
         return cast(_Function, functools.update_wrapper(verb, function))
 
     return decorate
+
+
+def _tell_operators() -> None:
+    """Tells the short cuts of torch's operators."""
+    if torch.distributed.is_available():
+        theirs = torch.distributed.ReduceOp
+        with contextlib.suppress(NativeUnavailableError):
+            native().know_torch_operators(
+                tuple(getattr(theirs, op.name) for op in ReduceOp if op is not ReduceOp.PREMUL_SUM)
+            )
+
+
+_tell_operators()
 
 
 @with_short_cut("fast_all_reduce")

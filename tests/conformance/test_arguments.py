@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pycomm
 from harness import run_ranks, transport_params
-from pycomm import ReduceOp
+from pycomm import ConfigError, ReduceOp
 from pycomm.torch_backend import Options
 
 everywhere = pytest.mark.parametrize("transport", transport_params())
@@ -130,6 +131,56 @@ def views(rank: int) -> None:
     assert torch.equal(rows.t(), board)
 
 
+def keywords(rank: int) -> None:
+    """The same calls with keywords, with torch's operators, and with the group by its place or by its name."""
+    n, world = pycomm.world_size(), pycomm.get_group()
+    total, root = n * (n + 1) / 2, n - 1
+    theirs = torch.distributed.ReduceOp
+    for call, expected in (
+        (lambda t: pycomm.all_reduce(tensor=t), total),
+        (lambda t: pycomm.all_reduce(t, op=ReduceOp.MAX), n),
+        (lambda t: pycomm.all_reduce(t, theirs.MIN), 1),
+        (lambda t: pycomm.all_reduce(t, op=theirs.AVG, group=world), total / n),
+        (lambda t: pycomm.all_reduce(t, theirs.SUM, world), total),
+        (lambda t: pycomm.all_reduce(t, ReduceOp.SUM, None, False), total),
+        (lambda t: pycomm.all_reduce(group=None, op=theirs.PRODUCT, tensor=t), math.factorial(n)),
+        (lambda t: pycomm.broadcast(t, src=root), n),
+        (lambda t: pycomm.broadcast(t, root, world), n),
+        (lambda t: pycomm.broadcast(src=root, tensor=t, group=world, async_op=False), n),
+    ):
+        tensor = torch.full((3,), rank + 1.0)
+        call(tensor)
+        assert (tensor == expected).all(), (tensor, expected)
+    own = torch.full((3,), rank + 1.0)
+    for op in (ReduceOp.MAX, theirs.MAX):
+        reduced = own.clone()
+        pycomm.reduce(reduced, op=op, dst=root)
+        assert (reduced == (n if rank == root else rank + 1)).all()
+    gathered = [torch.zeros(3) for _ in range(n)] if rank == root else None
+    pycomm.gather(own, dst=root, gather_list=gathered)
+    assert gathered is None or [each[0].item() for each in gathered] == [r + 1.0 for r in range(n)]
+    taken = torch.zeros(3)
+    pycomm.scatter(taken, src=root, scatter_list=gathered)
+    assert torch.equal(taken, own)
+    work = pycomm.isend(own, tag=3, dst=(rank + 1) % n)
+    assert pycomm.recv(taken, tag=3, src=(rank - 1) % n) == (rank - 1) % n and (taken == (rank - 1) % n + 1).all()
+    work.wait()
+    receive = pycomm.irecv(taken, (rank - 1) % n, world)
+    pycomm.send(own, (rank + 1) % n, None, 0)
+    assert receive.wait() and (taken == (rank - 1) % n + 1).all()
+    for wrong in (
+        lambda: pycomm.all_reduce(own, tensor=own),
+        lambda: pycomm.all_reduce(own, ReduceOp.SUM, world, group=world),
+        lambda: pycomm.all_reduce(own, root=0),
+        lambda: pycomm.broadcast(src=0),
+        lambda: pycomm.all_reduce(*[own] * 9),
+    ):
+        with pytest.raises((TypeError, ConfigError)):
+            wrong()
+    pycomm.all_reduce(own)
+    assert (own == total).all()
+
+
 def sparse(rank: int) -> None:
     """Entries that are one in the end, as of an embedding of which a batch has one row; and values that lie apart."""
     n = pycomm.world_size()
@@ -227,6 +278,7 @@ def not_a_numbers(rank: int) -> None:
 def all_arguments(rank: int) -> None:
     arrays(rank)
     views(rank)
+    keywords(rank)
     sparse(rank)
     not_a_numbers(rank)
     results_keep_to_their_views(rank)
