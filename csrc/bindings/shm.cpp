@@ -43,6 +43,11 @@ std::vector<void*> blocks_of(const Group& group, std::uintptr_t address, std::si
   return blocks;
 }
 
+// Rows of `row` elements each, or of `call.numel` if that is 0.
+shm::Blocks rows_of(const void* first, std::size_t row, const Call& call) {
+  return {first, (row > 0 ? row : call.numel) * item_bytes(call.dtype)};
+}
+
 using NoGil = py::call_guard<WithoutGil>;
 
 void bind_group(py::module_& m) {
@@ -70,9 +75,8 @@ void bind_group(py::module_& m) {
            }, NoGil())
       .def("reduce_scatter",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, std::size_t row, int dtype, int op, double factor, double timeout_s) {
-             Call call = make_call(Verb::kReduceScatter, numel, dtype, op, factor, 0, timeout_s);
-             call.row = row;
-             g.reduce_scatter(pointer(output), pointer(input), call);
+             const Call call = make_call(Verb::kReduceScatter, numel, dtype, op, factor, 0, timeout_s);
+             g.reduce_scatter(pointer(output), rows_of(pointer(input), row, call), call);
            }, NoGil())
       .def("broadcast",
            [](Group& g, std::uintptr_t data, std::size_t numel, int dtype, int root, double timeout_s) {
@@ -80,9 +84,8 @@ void bind_group(py::module_& m) {
            }, NoGil())
       .def("all_gather",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, std::size_t row, int dtype, double timeout_s) {
-             Call call = make_call(Verb::kAllGather, numel, dtype, 0, 1, 0, timeout_s);
-             call.row = row;
-             g.all_gather(pointer(output), pointer(input), call);
+             const Call call = make_call(Verb::kAllGather, numel, dtype, 0, 1, 0, timeout_s);
+             g.all_gather(rows_of(pointer(output), row, call), pointer(input), call);
            }, NoGil())
       .def("gather",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int root, double timeout_s) {
@@ -99,8 +102,8 @@ void bind_group(py::module_& m) {
               const std::vector<std::size_t>& input_splits, int dtype, double timeout_s) {
              const auto ranks = static_cast<std::size_t>(g.ranks());
              if (output_splits.size() != ranks || input_splits.size() != ranks) throw std::invalid_argument("splits: one entry a rank");
-             g.all_to_all(pointer(output), pointer(input), output_splits.data(), input_splits.data(),
-                          make_call(Verb::kAllToAll, 0, dtype, 0, 1, 0, timeout_s));
+             const Call call = make_call(Verb::kAllToAll, 0, dtype, 0, 1, 0, timeout_s);
+             g.all_to_all(pointer(output), pointer(input), output_splits.data(), input_splits.data(), call);
            }, NoGil())
       .def("barrier", [](Group& g, double timeout_s) { g.barrier(nanoseconds(timeout_s)); }, NoGil())
       .def("start_message",

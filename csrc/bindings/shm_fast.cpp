@@ -79,30 +79,60 @@ bool do_overlap(const Flat& a, const Flat& b) {
 }
 
 // The memory of a list's tensors, which live as long as this does: another thread may change the list meanwhile.
-struct Blocks {
-  std::vector<void*> data;
-  pybind11::object tensors;
-};
-
-// A list of one tensor a rank, each like `own` and apart from it, but for this rank's, which may be `own` itself; with
-// `are_apart` from each other, too.
-bool read_list(const Cut& cut, PyObject* object, const Flat& own, bool are_apart, Blocks& blocks) {
-  if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
-  const int ranks = cut.group->ranks();
-  blocks.tensors = pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(object));
-  if (!blocks.tensors) PyErr_Clear();
-  if (!blocks.tensors || PyTuple_GET_SIZE(blocks.tensors.ptr()) != ranks) return false;
-  std::vector<Flat> flats(static_cast<std::size_t>(ranks));
-  for (int r = 0; r < ranks; ++r) {
-    Flat& flat = flats[static_cast<std::size_t>(r)];
-    if (!cut.tensors.read(PyTuple_GET_ITEM(blocks.tensors.ptr(), r), flat) || flat.dtype != own.dtype || flat.numel != own.numel) return false;
-    if (do_overlap(flat, own) && (r != cut.group->rank() || flat.data != own.data)) return false;
-    for (int other = 0; are_apart && other < r; ++other)
-      if (do_overlap(flat, flats[static_cast<std::size_t>(other)])) return false;
-    blocks.data.push_back(flat.data);
+class List {
+ public:
+  // Of one tensor a rank, each like `first`.
+  bool read(const Cut& cut, PyObject* object, const Flat& first) {
+    if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
+    tensors_ = pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(object));
+    if (!tensors_) PyErr_Clear();
+    const auto ranks = static_cast<std::size_t>(cut.group->ranks());
+    if (!tensors_ || static_cast<std::size_t>(PyTuple_GET_SIZE(tensors_.ptr())) != ranks) return false;
+    flats_.resize(ranks);
+    data_.resize(ranks);
+    for (std::size_t r = 0; r < ranks; ++r) {
+      Flat& flat = flats_[r];
+      if (!cut.tensors.read(PyTuple_GET_ITEM(tensors_.ptr(), static_cast<Py_ssize_t>(r)), flat) || flat.dtype != first.dtype || flat.numel != first.numel)
+        return false;
+      data_[r] = flat.data;
+    }
+    return true;
   }
-  return true;
-}
+  bool are_apart() const {
+    for (std::size_t r = 0; r < flats_.size(); ++r)
+      if (overlap(flats_[r], r)) return false;
+    return true;
+  }
+  // None of the tensors is in `flat`, but that of rank `rank`, which may be all of it.
+  bool are_apart_from(const Flat& flat, int rank = -1) const {
+    for (std::size_t r = 0; r < flats_.size(); ++r)
+      if (do_overlap(flats_[r], flat) && (static_cast<int>(r) != rank || flats_[r].data != flat.data)) return false;
+    return true;
+  }
+  bool are_apart_from(const List& other) const {
+    for (const Flat& flat : other.flats_)
+      if (!are_apart_from(flat)) return false;
+    return true;
+  }
+  // One behind the other.
+  bool are_one() const {
+    for (std::size_t r = 1; r < flats_.size(); ++r)
+      if (flats_[r].data != static_cast<unsigned char*>(flats_[r - 1].data) + flats_[r].bytes()) return false;
+    return true;
+  }
+  void* const* data() const { return data_.data(); }
+
+ private:
+  bool overlap(const Flat& flat, std::size_t before) const {
+    for (std::size_t r = 0; r < before; ++r)
+      if (do_overlap(flats_[r], flat)) return true;
+    return false;
+  }
+
+  std::vector<Flat> flats_;
+  std::vector<void*> data_;
+  pybind11::object tensors_;
+};
 
 // gather and scatter: a tensor, on the root a list, and the root, rank 0 if none is named. `move(group, own, blocks, call)` runs it.
 template <class Move>
@@ -110,15 +140,16 @@ PyObject* run_rooted(Verb verb, PyObject* self, PyObject* const* args, Py_ssize_
   const Cut& cut = cut_of(self);
   Flat own;
   Call call{verb};
-  Blocks blocks;
+  List list;
   if (count < 1 || count > 3 || !cut.tensors.read(args[0], own)) Py_RETURN_FALSE;
   if (count > 2 && !read_root(cut, args[2], call.root)) Py_RETURN_FALSE;
-  PyObject* const list = count > 1 ? args[1] : Py_None;
+  PyObject* const given = count > 1 ? args[1] : Py_None;
   const bool is_root = cut.group->rank() == call.root;
-  if (is_root ? !read_list(cut, list, own, /*are_apart=*/verb == Verb::kGather, blocks) : list != Py_None) Py_RETURN_FALSE;
+  if (is_root ? !list.read(cut, given, own) || !list.are_apart_from(own, call.root) : given != Py_None) Py_RETURN_FALSE;
+  if (verb == Verb::kGather && !list.are_apart()) Py_RETURN_FALSE;
   call.dtype = own.dtype;
   call.numel = own.numel;
-  return run(static_cast<std::size_t>(cut.group->ranks()) * own.bytes(), [&] { move(*cut.group, own.data, blocks.data.data(), call); });
+  return run(static_cast<std::size_t>(cut.group->ranks()) * own.bytes(), [&] { move(*cut.group, own.data, list.data(), call); });
 }
 
 PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -155,7 +186,7 @@ PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Call call{Verb::kAllGather};
   call.dtype = input.dtype;
   call.numel = input.numel;
-  return run(output.bytes(), [&] { cut.group->all_gather(output.data, input.data, call); });
+  return run(output.bytes(), [&] { cut.group->all_gather({output.data, input.bytes()}, input.data, call); });
 }
 
 PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -168,7 +199,47 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (output.dtype != input.dtype || input.numel != ranks * output.numel || do_overlap(output, input)) Py_RETURN_FALSE;
   call.dtype = input.dtype;
   call.numel = output.numel;
-  return run(input.bytes(), [&] { cut.group->reduce_scatter(output.data, input.data, call); });
+  return run(input.bytes(), [&] { cut.group->reduce_scatter(output.data, {input.data, output.bytes()}, call); });
+}
+
+// -- of lists
+
+PyObject* all_gather_list(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  Flat own;
+  List list;
+  if (count != 2 || !cut.tensors.read(args[1], own) || !list.read(cut, args[0], own)) Py_RETURN_FALSE;
+  if (!list.are_apart_from(own, cut.group->rank()) || !list.are_apart()) Py_RETURN_FALSE;
+  Call call{Verb::kAllGather};
+  call.dtype = own.dtype;
+  call.numel = own.numel;
+  return run(static_cast<std::size_t>(cut.group->ranks()) * own.bytes(), [&] { cut.group->all_gather(shm::Blocks(list.data()), own.data, call); });
+}
+
+PyObject* reduce_scatter_list(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  Flat own;
+  List list;
+  Call call{Verb::kReduceScatter};
+  if (count < 2 || count > 3 || !cut.tensors.read(args[0], own) || !list.read(cut, args[1], own)) Py_RETURN_FALSE;
+  if (!read_op(count > 2 ? args[2] : nullptr, own.dtype, call.op) || !list.are_apart_from(own, cut.group->rank())) Py_RETURN_FALSE;
+  call.dtype = own.dtype;
+  call.numel = own.numel;
+  return run(static_cast<std::size_t>(cut.group->ranks()) * own.bytes(), [&] { cut.group->reduce_scatter(own.data, shm::Blocks(list.data()), call); });
+}
+
+PyObject* all_to_all_list(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const Cut& cut = cut_of(self);
+  Flat first;
+  List outputs, inputs;
+  if (count != 2 || !PyList_CheckExact(args[1]) || PyList_GET_SIZE(args[1]) == 0 || !cut.tensors.read(PyList_GET_ITEM(args[1], 0), first)) Py_RETURN_FALSE;
+  if (!outputs.read(cut, args[0], first) || !inputs.read(cut, args[1], first)) Py_RETURN_FALSE;
+  if (!outputs.are_apart() || !outputs.are_apart_from(inputs) || (Group::may_be_read(first.bytes()) && !inputs.are_one())) Py_RETURN_FALSE;
+  const auto ranks = static_cast<std::size_t>(cut.group->ranks());
+  const std::vector<std::size_t> splits(ranks, first.numel);
+  Call call{Verb::kAllToAll};
+  call.dtype = first.dtype;
+  return run(ranks * first.bytes(), [&] { cut.group->all_to_all(outputs.data(), inputs.data(), splits.data(), splits.data(), call); });
 }
 
 PyObject* barrier(PyObject* self, PyObject* const*, Py_ssize_t count) {
@@ -200,6 +271,9 @@ pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& 
   };
   add(definition<all_reduce>("all_reduce"));
   add(definition<broadcast>("broadcast"));
+  add(definition<all_gather_list>("all_gather"));
+  add(definition<reduce_scatter_list>("reduce_scatter"));
+  add(definition<all_to_all_list>("all_to_all"));
   add(definition<all_gather>("all_gather_single"));
   add(definition<reduce_scatter>("reduce_scatter_single"));
   add(definition<barrier>("barrier"));

@@ -141,13 +141,12 @@ void Group::reduce(void* output, const void* input, const Call& call) {
       });
 }
 
-void Group::reduce_scatter(void* output, const void* input, const Call& call) {
+void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
   const auto mine = static_cast<std::size_t>(rank_);
-  const auto row = [&, apart = call.row > 0 ? call.row * item : bytes](std::size_t r) { return bytes_of(input) + r * apart; };
   if (is_short(call.verb, n * bytes)) {
-    const std::size_t length = call.row > 0 ? bytes : n * bytes;  // parts that touch go at once
+    const std::size_t length = row.are_one(bytes) ? n * bytes : bytes;
     for (std::size_t at = 0; at < n * bytes; at += length) put(payload(rank_, n * bytes) + at, row(at / bytes), length);
     publish(call);
     meet(call, n * bytes);
@@ -157,8 +156,8 @@ void Group::reduce_scatter(void* output, const void* input, const Call& call) {
   }
   // In place the lines have just been read: to write them past the caches would throw them out.
   const bool is_streamed = output != row(mine) && results_.of(output, bytes, n * bytes);
-  const std::size_t whole = static_cast<std::size_t>(row(n - 1) - row(0)) + bytes;
-  const Place place = setup_.heaps->place(input, whole);
+  const std::size_t whole = row.lie_by_themselves() ? 0 : static_cast<std::size_t>(row(n - 1) - row(0)) + bytes;
+  const Place place = row.lie_by_themselves() ? 0 : setup_.heaps->place(row(0), whole);
   const bool has_met = place != 0;
   if (has_met) {
     publish(call, Places{place, place});

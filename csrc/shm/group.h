@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "../types.h"
+#include "blocks.h"
 #include "board.h"
 #include "by_length.h"
 #include "heap.h"
@@ -57,7 +58,6 @@ struct Call {
   ReduceOp op = ReduceOp::kSum;
   int root = 0;
   std::size_t numel = 0;
-  std::size_t row = 0;          // all_gather and reduce_scatter: elements from one part of the whole to the next, on all ranks; 0: numel
   double factor = 1.0;
   std::int64_t timeout_ns = 0;  // 0: the group's
   bool is_plan = false;         // this exchange is only the start of it: a plan follows, or a new group
@@ -118,15 +118,17 @@ class Group {
   void barrier(std::int64_t timeout_ns);
   void all_reduce(void* output, const void* input, const Call& call);
   void reduce(void* output, const void* input, const Call& call);
-  void reduce_scatter(void* output, const void* input, const Call& call);
+  void reduce_scatter(void* output, const Blocks& input, const Call& call);
   void broadcast(void* data, const Call& call);
-  void all_gather(void* output, const void* input, const Call& call);
+  void all_gather(const Blocks& output, const void* input, const Call& call);
   // One buffer a rank, on the root; null elsewhere.
   void gather(void* const* outputs, const void* input, const Call& call);
   void scatter(void* output, const void* const* inputs, const Call& call);
-  // Splits count elements, one entry a rank.
-  void all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
+  // Splits count elements, one entry a rank. Of parts that lie by themselves an input that others may read there has to be one with the rest.
+  void all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits, const Call& call);
+  void all_to_all(void* const* outputs, const void* const* inputs, const std::size_t* output_splits, const std::size_t* input_splits,
                   const Call& call);
+  static bool may_be_read(std::size_t bytes);  // a part of that length, there
 
   // Every rank's `input`, of `bytes` up to a slot, one after the other: how the ranks agree on a call that is not carried here.
   void agree(void* output, const void* input, std::size_t bytes, const Call& call);

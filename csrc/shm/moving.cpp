@@ -45,16 +45,16 @@ void Group::broadcast(void* data, const Call& call) {
   deliver(call, call.root, data, bytes, share, [] {}, [&] { stage(true); });
 }
 
-void Group::all_gather(void* output, const void* input, const Call& call) {
+void Group::all_gather(const Blocks& output, const void* input, const Call& call) {
   const Entry entry(*this, call);
-  const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, n = static_cast<std::size_t>(ranks_);
-  const auto block = [&, apart = call.row > 0 ? call.row * item : bytes](int r) { return bytes_of(output) + static_cast<std::size_t>(r) * apart; };
+  const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
+  const auto block = [&](int r) { return output(static_cast<std::size_t>(r)); };
   if (is_short(call.verb, bytes)) {
     exchange(call, input, bytes);
     for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
   }
-  const bool is_streamed = results_.of(output, n * bytes, n * bytes);
+  const bool is_streamed = output.lie_by_themselves() ? results_.of(block((rank_ + 1) % ranks_), bytes, n * bytes) : results_.of(block(0), n * bytes, n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
         call, {bytes, 1, has_met, is_long(n * bytes), is_streamed},
@@ -157,52 +157,58 @@ Group::Lengths Group::compare_splits(const Call& call) {
   return lengths;
 }
 
-void Group::all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits,
+bool Group::may_be_read(std::size_t bytes) { return bytes >= kDirectFrom; }
+
+void Group::all_to_all(void* output, const void* input, const std::size_t* output_splits, const std::size_t* input_splits, const Call& call) {
+  const std::size_t item = item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
+  std::vector<void*> outputs(n);
+  std::vector<const void*> inputs(n);
+  for (std::size_t r = 0, taken = 0, sent = 0; r < n; taken += output_splits[r] * item, sent += input_splits[r] * item, ++r)
+    outputs[r] = bytes_of(output) + taken, inputs[r] = bytes_of(input) + sent;
+  all_to_all(outputs.data(), inputs.data(), output_splits, input_splits, call);
+}
+
+void Group::all_to_all(void* const* outputs, const void* const* inputs, const std::size_t* output_splits, const std::size_t* input_splits,
                        const Call& call) {
   const Entry entry(*this, call);
   const std::size_t item = item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_), me = static_cast<std::size_t>(rank_);
-  std::vector<std::size_t> sent(n + 1, 0), taken(n + 1, 0);  // where each part starts, in bytes
-  for (std::size_t r = 0; r < n; ++r) {
-    sent[r + 1] = sent[r] + input_splits[r] * item;
-    taken[r + 1] = taken[r] + output_splits[r] * item;
-  }
   // First every rank tells what it sends to each other one and what it expects from each: so the ranks know how long it
   // takes, and ranks that disagree find out before anything is written.
   std::vector<std::size_t> mine(input_splits, input_splits + n);
   mine.insert(mine.end(), output_splits, output_splits + n);
   // On a line of its own, which is read only if all ranks have written theirs: short messages do without.
-  if (*std::max_element(input_splits, input_splits + n) * item >= kDirectFrom) source_behind_splits(me) = source_of(input);
+  if (may_be_read(*std::max_element(input_splits, input_splits + n) * item)) source_behind_splits(me) = source_of(inputs[0]);
   exchange(call, mine.data(), splits_bytes());
   const Lengths lengths = compare_splits(call);
   const std::size_t longest = lengths.longest * item;
-  const auto piece_of = [](std::size_t bytes, std::size_t offset, std::size_t length) {
-    return offset < bytes ? std::min(length, bytes - offset) : 0;
+  const auto piece_of = [item](std::size_t split, std::size_t offset, std::size_t length) {
+    return offset < split * item ? std::min(length, split * item - offset) : 0;
   };
-  const bool is_streamed = results_.of(output, taken[n], n * longest);
-  const auto copy_own = [&] { copy(bytes_of(output) + taken[me], bytes_of(input) + sent[me], input_splits[me] * item, is_streamed); };
+  const std::size_t next = (me + 1) % n;
+  const bool is_streamed = results_.of(outputs[next], output_splits[next] * item, n * longest);
+  const auto copy_own = [&] { copy(outputs[me], inputs[me], input_splits[me] * item, is_streamed); };
   const auto stage = [&] {
     copy_own();
     in_windows(
         call, {longest, n, /*has_met=*/true, is_long(n * longest), is_streamed},
         [&](auto part, std::size_t offset, std::size_t length) {
           for (std::size_t r = 0; r < n; ++r)
-            if (r != me) put(part(rank_, r), bytes_of(input) + sent[r] + offset, piece_of(sent[r + 1] - sent[r], offset, length));
+            if (r != me) put(part(rank_, r), bytes_of(inputs[r]) + offset, piece_of(input_splits[r], offset, length));
         },
         [&](auto part, std::size_t offset, std::size_t length) {
           for (std::size_t r = 0; r < n; ++r)
             if (r != me)
-              keep(bytes_of(output) + taken[r] + offset, part(static_cast<int>(r), me), piece_of(taken[r + 1] - taken[r], offset, length),
-                   is_streamed);
+              keep(bytes_of(outputs[r]) + offset, part(static_cast<int>(r), me), piece_of(output_splits[r], offset, length), is_streamed);
         });
   };
-  if (lengths.least * item < kDirectFrom || longest > kDirectTo || !may_go_directly(chosen_.exchanges_directly.of(longest))) return stage();
+  if (!may_be_read(lengths.least * item) || longest > kDirectTo || !may_go_directly(chosen_.exchanges_directly.of(longest))) return stage();
   const auto read = [&] {
     copy_own();
     bool could = true;
     for (std::size_t i = 1; i < n && could; ++i) {
       const std::size_t r = (me + i) % n;
       const std::size_t offset = std::accumulate(splits(r), splits(r) + me, std::size_t{0}) * item;
-      could = read_memory(setup_.pids[r], source_behind_splits(r), offset, bytes_of(output) + taken[r], taken[r + 1] - taken[r]);
+      could = read_memory(setup_.pids[r], source_behind_splits(r), offset, outputs[r], output_splits[r] * item);
     }
     return could;
   };

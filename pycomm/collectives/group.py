@@ -22,7 +22,7 @@ from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
 from .board import Recorder
-from .hooks import SHORT_CUT_MESSAGES, SHORT_CUT_VERBS, CollectiveRecord, make_record, not_now, observed
+from .hooks import SHORT_CUT_MESSAGES, SHORT_CUT_VERBS, CollectiveRecord, as_chosen, make_record, not_now, observed
 from .observed import Observed
 from .scope import Scope, Turn, Turns
 from .short_frames import short_cuts_by_frames
@@ -96,8 +96,10 @@ class Group(Observed):
         "transport",
     )
 
+    fast_all_gather: Callable[..., bool]
     fast_all_gather_single: Callable[..., bool]
     fast_all_reduce: Callable[..., bool]
+    fast_all_to_all: Callable[..., bool]
     fast_all_to_all_single: Callable[..., bool]
     fast_barrier: Callable[..., bool]
     fast_batch_isend_irecv: Callable[..., Any]
@@ -107,6 +109,7 @@ class Group(Observed):
     fast_isend: Callable[..., Any]
     fast_recv: Callable[..., Any]
     fast_reduce: Callable[..., bool]
+    fast_reduce_scatter: Callable[..., bool]
     fast_reduce_scatter_single: Callable[..., bool]
     fast_scatter: Callable[..., bool]
     fast_send: Callable[..., Any]
@@ -385,7 +388,9 @@ class Group(Observed):
         if is_free and is_plain and self._engine is not None:
             selector, offered = self._engine.selector, self.transport.fast
             fast = {
-                verb: offered[verb] for verb in SHORT_CUT_VERBS if verb in offered and selector.is_always_native(verb)
+                verb: offered[verb]
+                for verb in SHORT_CUT_VERBS
+                if verb in offered and selector.is_always_native(as_chosen(verb))
             }
             if not fast and not self._hooks:  # which are told of the algorithm
                 fast = short_cuts_by_frames(self, self._recorder)

@@ -25,6 +25,7 @@ __all__ = [
     "DataHook",
     "Hook",
     "StartHook",
+    "as_chosen",
     "make_record",
     "not_now",
     "observed",
@@ -73,15 +74,24 @@ _LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
     "all_to_all_single": (0, None),
     "gather": (0, None),
     "scatter": (0, None),
+    "all_gather": (1, None),
+    "reduce_scatter": (0, 2),
+    "all_to_all": (0, None),
 }
 SHORT_CUT_VERBS = tuple(_LARGEST_AND_OP)
 SHORT_CUT_MESSAGES = ("batch_isend_irecv", "irecv", "isend", "recv", "send")  # of which hooks are not told
-_OF_ONE_RANK = ("gather", "scatter")  # that argument is one rank's part of what they move
+_ON_LISTS = ("all_gather", "reduce_scatter", "all_to_all")
+_OF_ONE_RANK = ("gather", "scatter", *_ON_LISTS)  # that argument, or the first tensor of it, is one rank's part
 
 
 def not_now(*_arguments: object) -> bool:
     """The short cut that is never taken: what stands in a group's ``fast_*`` while it has none, or may not use it."""
     return False
+
+
+def as_chosen(verb: str) -> str:
+    """Returns the verb for which the algorithm of ``verb`` is chosen: lists go as one tensor does."""
+    return f"{verb}_single" if verb in _ON_LISTS else verb
 
 
 def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None], world_size: int) -> Callable[..., bool]:
@@ -93,7 +103,10 @@ def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None], wo
         if not fast(*arguments):
             return False
         end_ns = time.perf_counter_ns()
-        dtype, numel = (torch.uint8, 0) if largest is None else (arguments[largest].dtype, arguments[largest].numel())
+        dtype, numel = torch.uint8, 0
+        if largest is not None:
+            tensor = arguments[largest][0] if verb == "all_to_all" else arguments[largest]
+            dtype, numel = tensor.dtype, tensor.numel()
         numel *= world_size if verb in _OF_ONE_RANK else 1
         reduce_op = None
         if op is not None:  # the caller may have left it at its default

@@ -22,12 +22,15 @@ from .work import Work
 __all__ = ["all_gather", "all_to_all", "gather", "reduce_scatter", "scatter"]
 
 
+@with_short_cut("fast_all_gather")
 def all_gather(
     tensor_list: Sequence[Any], tensor: Any, group: Any = None, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Work | None:
     """Fills ``tensor_list[r]`` with the ``tensor`` of rank r, for every r. Sizes may differ from rank to rank."""
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("all_gather"):
+        if is_plain(async_op, parsed) and g.fast_all_gather(tensor_list, tensor):
+            return None
         outputs = _tensors(g, tensor_list, "tensor_list", writes=True)
         own = as_tensor(tensor, "tensor", writes=False)
         _check_like(own, outputs, "tensor", "tensor_list")
@@ -52,6 +55,7 @@ def all_gather(
     return g.run(Call("all_gather", collectives, finishes, *parsed, result=tensor_list), async_op)
 
 
+@with_short_cut("fast_reduce_scatter")
 def reduce_scatter(
     output: Any,
     input_list: Sequence[Any],
@@ -64,6 +68,8 @@ def reduce_scatter(
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("reduce_scatter"):
         reduce_op, factor = parse_op(op)
+        if is_plain(async_op, parsed, reduce_op) and g.fast_reduce_scatter(output, input_list, reduce_op):
+            return None
         inputs = _tensors(g, input_list, "input_list", writes=False)
         own = as_tensor(output, "output", writes=True)
         _check_like(own, inputs, "output", "input_list")
@@ -93,6 +99,7 @@ def reduce_scatter(
     return g.run(Call("reduce_scatter", collectives, [out.finish], *parsed, result=output), async_op)
 
 
+@with_short_cut("fast_all_to_all")
 def all_to_all(
     output_tensor_list: Sequence[Any],
     input_tensor_list: Sequence[Any],
@@ -103,6 +110,8 @@ def all_to_all(
     """Sends ``input_tensor_list[r]`` to rank r and receives ``output_tensor_list[r]`` from it. Sizes may differ."""
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("all_to_all"):
+        if is_plain(async_op, parsed) and g.fast_all_to_all(output_tensor_list, input_tensor_list):
+            return None
         outputs = _tensors(g, output_tensor_list, "output_tensor_list", writes=True)
         inputs = _tensors(g, input_tensor_list, "input_tensor_list", writes=False)
         _check_like(outputs[0], inputs, "output_tensor_list[0]", "input_tensor_list")

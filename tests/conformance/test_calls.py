@@ -143,6 +143,57 @@ def all_messages(rank: int) -> None:
     take_while_waiting_elsewhere(rank)
 
 
+def lists(rank: int) -> None:
+    """Lists of tensors that lie by themselves, one behind the other, or, on one rank, in no order; short and long."""
+    n = pycomm.world_size()
+    for numel in (1, 7, 3_000, 60_000):
+        for layout in ("apart", "one", "strided on one"):
+            is_strided = layout == "strided on one" and rank == n - 1
+
+            def tensors(
+                values: Sequence[float], layout: str = layout, numel: int = numel, is_strided: bool = is_strided
+            ) -> list[torch.Tensor]:
+                if layout == "one":
+                    return list(torch.tensor(values).repeat_interleave(numel).view(n, numel))
+                made = [torch.full((numel, 2) if is_strided else (numel,), value) for value in values]
+                return [each[:, 0] for each in made] if is_strided else made
+
+            own, whole = torch.full((numel,), rank + 1.0), [torch.full((numel,), r + 1.0) for r in range(n)]
+            outputs = tensors([0.0] * n)
+            pycomm.all_gather(outputs, own)
+            assert all(torch.equal(got, each) for got, each in zip(outputs, whole, strict=True)), (numel, layout)
+            inputs = tensors([10.0 * r + rank for r in range(n)])
+            reduced = torch.zeros(numel)
+            pycomm.reduce_scatter(reduced, inputs, op=ReduceOp.MAX)
+            assert (reduced == 10 * rank + n - 1).all()
+            outputs = tensors([0.0] * n)
+            pycomm.all_to_all(outputs, inputs)
+            for source, got in enumerate(outputs):
+                assert (got == 10 * rank + source).all(), (numel, layout)
+            # In place.
+            outputs = tensors([rank + 1.0 if r == rank else 0.0 for r in range(n)])
+            pycomm.all_gather(outputs, outputs[rank])
+            assert all(torch.equal(got, each) for got, each in zip(outputs, whole, strict=True))
+            pycomm.reduce_scatter(inputs[rank], inputs, torch.distributed.ReduceOp.SUM)
+            assert (inputs[rank] == 10 * rank * n + n * (n - 1) / 2).all()
+    for wrong in (
+        lambda: pycomm.all_gather([own] * n, own.clone()),
+        lambda: pycomm.all_gather(whole[:-1], own),
+        lambda: pycomm.all_gather([each[1:] for each in whole], own),
+        lambda: pycomm.all_to_all(whole, [each.double() for each in whole]),
+        lambda: pycomm.all_to_all(whole, whole),
+        lambda: pycomm.reduce_scatter(own, [each.int() for each in whole]),
+        lambda: pycomm.reduce_scatter(whole[(rank + 1) % n], whole),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()
+
+
+@everywhere
+def test_lists(transport: str) -> None:
+    run_ranks(3, lists, transport=transport)
+
+
 def objects(rank: int) -> None:
     n = pycomm.world_size()
     mine = {"rank": rank, "text": "é" * rank * 1000, "tensor": torch.full((3,), rank)}

@@ -30,13 +30,19 @@ void reductions(int rank, Group& world, std::size_t numel) {
   world.reduce(in_place.data(), in_place.data(), call_of(Verb::kReduce, numel, root));
   expect(same(in_place.data(), rank == root ? sum : input.data(), numel), named("reduce", rank, numel));
   const std::vector<float> wide = input_of(rank, n * numel);
-  world.reduce_scatter(output.data(), wide.data(), call_of(Verb::kReduceScatter, numel));
+  world.reduce_scatter(output.data(), rows_at(wide.data(), numel), call_of(Verb::kReduceScatter, numel));
   expect(same(output.data(), sums_of(ranks, static_cast<std::size_t>(rank) * numel), numel), named("reduce_scatter", rank, numel));
+  std::vector<std::vector<float>> list;
+  std::vector<const void*> each;
+  for (std::size_t r = 0; r < n; ++r) list.emplace_back(wide.data() + r * numel, wide.data() + (r + 1) * numel);
+  for (const auto& one : list) each.push_back(one.data());
+  output.assign(numel, 0);
+  world.reduce_scatter(output.data(), Blocks(each.data()), call_of(Verb::kReduceScatter, numel));
+  expect(same(output.data(), sums_of(ranks, static_cast<std::size_t>(rank) * numel), numel), named("reduce_scatter of a list", rank, numel));
   const std::size_t row = numel + 3;
   const std::vector<float> apart = input_of(rank, n * row);
-  Call call = call_of(Verb::kReduceScatter, numel);
-  call.row = row;
-  world.reduce_scatter(output.data(), apart.data(), call);
+  const Call call = call_of(Verb::kReduceScatter, numel);
+  world.reduce_scatter(output.data(), rows_at(apart.data(), row), call);
   expect(same(output.data(), sums_of(ranks, static_cast<std::size_t>(rank) * row), numel), named("reduce_scatter of rows", rank, numel));
 }
 
@@ -48,15 +54,19 @@ void moves(int rank, Group& world, std::size_t numel) {
   for (std::size_t r = 0; r < n; ++r) std::copy_n(values_of(static_cast<int>(r)), numel, all.data() + r * numel);
   world.broadcast(output.data(), call_of(Verb::kBroadcast, numel, root));
   expect(same(output.data(), values_of(root), numel), named("broadcast", rank, numel));
-  world.all_gather(gathered.data(), input.data(), call_of(Verb::kAllGather, numel));
+  world.all_gather(rows_at(gathered.data(), numel), input.data(), call_of(Verb::kAllGather, numel));
   expect(same(gathered, all), named("all_gather", rank, numel));
   const std::size_t row = numel + 3;
   std::vector<float> apart(n * row), rows = apart;  // of what lies between the rows nothing may be written
   for (std::size_t r = 0; r < n; ++r) std::copy_n(values_of(static_cast<int>(r)), numel, rows.data() + r * row);
-  Call call = call_of(Verb::kAllGather, numel);
-  call.row = row;
-  world.all_gather(apart.data(), input.data(), call);
+  const Call call = call_of(Verb::kAllGather, numel);
+  world.all_gather(rows_at(apart.data(), row), input.data(), call);
   expect(same(apart, rows), named("all_gather into rows", rank, numel));
+  std::vector<std::vector<float>> list(n, std::vector<float>(numel));
+  std::vector<const void*> each;
+  for (auto& one : list) each.push_back(one.data());
+  world.all_gather(Blocks(each.data()), input.data(), call_of(Verb::kAllGather, numel));
+  for (std::size_t r = 0; r < n; ++r) expect(same(list[r].data(), values_of(static_cast<int>(r)), numel), named("all_gather into a list", rank, numel));
   gathered.assign(n * numel, 0);
   std::vector<void*> blocks;
   for (std::size_t r = 0; rank == root && r < n; ++r) blocks.push_back(gathered.data() + r * numel);
@@ -86,6 +96,16 @@ void all_to_all(int rank, Group& world, std::size_t numel) {
   std::vector<float> output(expected.size());
   world.all_to_all(output.data(), input.data(), takes.data(), sends.data(), call_of(Verb::kAllToAll, 0));
   expect(same(output, expected), named("all_to_all", rank, numel));
+  if (Group::may_be_read(*std::max_element(sends.begin(), sends.end()) * sizeof(float))) return;
+  std::vector<std::vector<float>> sent, taken;  // by themselves
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (std::size_t r = 0, at = 0; r < n; at += sends[r], ++r) sent.emplace_back(input.data() + at, input.data() + at + sends[r]), taken.emplace_back(takes[r]);
+  for (std::size_t r = 0; r < n; ++r) inputs.push_back(sent[r].data()), outputs.push_back(taken[r].data());
+  world.all_to_all(outputs.data(), inputs.data(), takes.data(), sends.data(), call_of(Verb::kAllToAll, 0));
+  output.clear();
+  for (const auto& one : taken) output.insert(output.end(), one.begin(), one.end());
+  expect(same(output, expected), named("all_to_all of lists", rank, numel));
 }
 
 // What is reduced and scattered lies in the heap, on all ranks and on some; its parts lie apart.
@@ -94,14 +114,13 @@ void shared_parts(int rank, Group& world, Heaps& heaps, std::size_t numel) {
   const std::vector<float> wide = input_of(rank, n * row);
   const float* const sum = sums_of(world.ranks(), mine);
   auto* const shared = static_cast<float*>(heaps.allocate(wide.size() * sizeof(float)));
-  Call call = call_of(Verb::kReduceScatter, numel);
-  call.row = row;
+  const Call call = call_of(Verb::kReduceScatter, numel);
   for (const int sharing : {world.ranks(), 1}) {
     std::vector<float> own = wide, output(numel);
     float* const input = rank < sharing ? shared : own.data();
     for (float* const to : {output.data(), input + mine}) {  // in place, and not
       std::copy(wide.begin(), wide.end(), input);
-      world.reduce_scatter(to, input, call);
+      world.reduce_scatter(to, rows_at(input, row), call);
       expect(same(to, sum, numel), named("reduce_scatter of shared buffers", rank, numel));
     }
   }
@@ -148,7 +167,7 @@ void long_results(int rank, Group& world) {
   const std::size_t mine = static_cast<std::size_t>(rank) * numel;
   std::vector<float> wide = input_of(rank, n * numel), whole(n * numel), part(numel);
   float* const kept = rank == 0 ? wide.data() + mine : part.data();
-  world.reduce_scatter(kept, wide.data(), call_of(Verb::kReduceScatter, numel));
+  world.reduce_scatter(kept, rows_at(wide.data(), numel), call_of(Verb::kReduceScatter, numel));
   expect(same(kept, sums_of(world.ranks(), mine), numel), named("reduce_scatter in place on one rank", rank, numel));
   wide = input_of(rank, n * numel);
   float* const reduced = rank == 0 ? wide.data() : whole.data();

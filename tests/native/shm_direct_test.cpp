@@ -64,7 +64,7 @@ void move_all(int rank, Group& world, const std::string& what) {
   world.broadcast(data.data(), call_of(Verb::kBroadcast, kNumel, 1));
   expect(same(data, input_of(1, kNumel)), "broadcast, " + what);
   std::vector<float> gathered(static_cast<std::size_t>(world.ranks()) * kNumel);
-  world.all_gather(gathered.data(), input_of(rank, kNumel).data(), call_of(Verb::kAllGather, kNumel));
+  world.all_gather(rows_at(gathered.data(), kNumel), input_of(rank, kNumel).data(), call_of(Verb::kAllGather, kNumel));
   for (int r = 0; r < world.ranks(); ++r) all.insert(all.end(), values_of(r), values_of(r) + kNumel);
   expect(same(gathered, all), "all_gather, " + what);
   const std::size_t n = static_cast<std::size_t>(world.ranks());

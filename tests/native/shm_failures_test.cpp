@@ -27,9 +27,9 @@ void call(Group& group, int which) {
     case 0: return group.barrier(0);
     case 1: return group.all_reduce(output.data(), input.data(), call_of(Verb::kAllReduce, numel));
     case 2: return group.reduce(output.data(), input.data(), call_of(Verb::kReduce, numel));
-    case 3: return group.reduce_scatter(output.data(), input.data(), call_of(Verb::kReduceScatter, numel));
+    case 3: return group.reduce_scatter(output.data(), rows_at(input.data(), numel), call_of(Verb::kReduceScatter, numel));
     case 4: return group.broadcast(output.data(), call_of(Verb::kBroadcast, numel));
-    case 5: return group.all_gather(output.data(), input.data(), call_of(Verb::kAllGather, numel));
+    case 5: return group.all_gather(rows_at(output.data(), numel), input.data(), call_of(Verb::kAllGather, numel));
     case 6: return group.gather(blocks.data(), input.data(), call_of(Verb::kGather, numel));
     case 7: return group.scatter(input.data(), blocks.data(), call_of(Verb::kScatter, numel));
     default: return group.all_to_all(output.data(), input.data(), splits.data(), splits.data(), call_of(Verb::kAllToAll, 0));

@@ -93,6 +93,8 @@ inline bool same(const std::vector<float>& left, const std::vector<float>& right
   return left.size() == right.size() && same(left.data(), right.data(), left.size());
 }
 Call call_of(Verb verb, std::size_t numel, int root = 0, double timeout_s = 0);
+// Of so many numbers each.
+inline Blocks rows_at(const float* first, std::size_t numel) { return {first, numel * sizeof(float)}; }
 
 void test_collectives();
 void test_messages();
