@@ -36,12 +36,13 @@ inline bool dtype_of(const dlpack::Tensor& tensor, DType& dtype) {
       dtype = log2 == 1 ? DType::kFloat16 : log2 == 2 ? DType::kFloat32 : DType::kFloat64;
       return log2 >= 1 && log2 <= 3;
     case dlpack::kBfloat: dtype = DType::kBFloat16; return log2 == 1;
+    case dlpack::kComplex: dtype = log2 == 3 ? DType::kComplex64 : DType::kComplex128; return log2 == 3 || log2 == 4;
     case dlpack::kBool: dtype = DType::kBool; return log2 == 0;
     case dlpack::kFloat8E4M3FN: dtype = DType::kFloat8E4M3FN; return log2 == 0;
     case dlpack::kFloat8E4M3FNUZ: dtype = DType::kFloat8E4M3FNUZ; return log2 == 0;
     case dlpack::kFloat8E5M2: dtype = DType::kFloat8E5M2; return log2 == 0;
     case dlpack::kFloat8E5M2FNUZ: dtype = DType::kFloat8E5M2FNUZ; return log2 == 0;
-    default: return false;  // complex tensors may be conjugate views, which DLPack does not tell
+    default: return false;
   }
 }
 
@@ -59,7 +60,7 @@ inline bool is_contiguous(const dlpack::Tensor& tensor, std::size_t& numel) {
 class PlainTensors {
  public:
   PlainTensors(const pybind11::object& tensor, const pybind11::object& parameter)
-      : types_{tensor, parameter}, is_neg_(tensor.attr("is_neg")), api_(dlpack::exchange_api(type(0))) {
+      : types_{tensor, parameter}, is_neg_(tensor.attr("is_neg")), is_conj_(tensor.attr("is_conj")), api_(dlpack::exchange_api(type(0))) {
     const auto torch = pybind11::module_::import("torch");
     bytes_[0] = torch.attr("uint8"), bytes_[1] = torch.attr("int8");
   }
@@ -85,14 +86,12 @@ class PlainTensors {
     if (tensor.data == nullptr) return false;  // a wrapper without memory of its own, inside torch.func.functionalize
     flat.rows = tensor.ndim > 0 ? static_cast<std::size_t>(tensor.shape[0]) : 0;
     flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
-    // The imaginary part of a conjugate is a view with a negation bit, which DLPack does not tell either. Such a view has
+    // DLPack does not tell conjugate views. The imaginary part of a conjugate is a view with a negation bit, which it does not tell either. Such a view has
     // stride 2, so it fails the test above, unless it has one element. That one lies an odd number of items into memory
     // that is aligned for complex numbers; only there torch has to be asked.
+    if (is_complex(flat.dtype)) return is_false(is_conj_, object) && is_false(is_neg_, object);
     if (flat.numel != 1 || reinterpret_cast<std::uintptr_t>(flat.data) % (2 * item_bytes(flat.dtype)) == 0) return true;
-    PyObject* is_negative = PyObject_CallOneArg(is_neg_.ptr(), object);
-    if (is_negative == nullptr) PyErr_Clear();
-    Py_XDECREF(is_negative);
-    return is_negative == Py_False;
+    return is_false(is_neg_, object);
   }
 
  private:
@@ -105,10 +104,19 @@ class PlainTensors {
     return found == bytes_[dtype == DType::kInt8].ptr();
   }
 
+  static bool is_complex(DType dtype) { return dtype == DType::kComplex64 || dtype == DType::kComplex128; }
+
+  static bool is_false(const pybind11::object& method, PyObject* object) {
+    PyObject* const answer = PyObject_CallOneArg(method.ptr(), object);
+    if (answer == nullptr) PyErr_Clear();
+    Py_XDECREF(answer);
+    return answer == Py_False;
+  }
+
   PyTypeObject* type(int i) const { return reinterpret_cast<PyTypeObject*>(types_[i].ptr()); }
 
   pybind11::object types_[2];
-  pybind11::object is_neg_;
+  pybind11::object is_neg_, is_conj_;
   pybind11::object bytes_[2];  // torch.uint8 and torch.int8
   pybind11::str name_dtype_{"dtype"};
   const dlpack::ExchangeApi* api_;

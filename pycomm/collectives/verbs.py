@@ -134,6 +134,8 @@ def broadcast(
             return None
         is_root = g.rank == root
         t = as_tensor(tensor, "tensor", writes=not is_root)
+        if _is_foreign(tensor) and is_plain(async_op, parsed) and g.fast_broadcast(t, root):
+            return None
         flat = flatten(t, reads=is_root, writes=not is_root, devices=g.transport.devices)
     collective = Collective(verb="broadcast", input=flat.tensor, output=flat.tensor, root=root)
     return g.run(Call("broadcast", [collective], [flat.finish], *parsed, result=tensor), async_op)
@@ -181,6 +183,9 @@ def all_gather_single(
         if is_plain(async_op, parsed) and g.fast_all_gather_single(output_tensor, input_tensor):
             return None
         output, input_ = _pair(g, output_tensor, input_tensor, whole="output_tensor", part="input_tensor")
+        is_foreign = _is_foreign(output_tensor) or _is_foreign(input_tensor)
+        if is_foreign and is_plain(async_op, parsed) and g.fast_all_gather_single(output, input_):
+            return None
         out = flatten(output, reads=False, writes=True, devices=g.transport.devices)
         flat = flatten(input_, reads=True, writes=False, devices=g.transport.devices)
     collective = Collective(verb="all_gather_single", input=flat.tensor, output=out.tensor)
@@ -207,6 +212,13 @@ def reduce_scatter_single(
             return None
         part, whole = _pair(g, output, input, whole="input", part="output")
         check_op(whole.dtype, reduce_op)
+        is_foreign = _is_foreign(output) or _is_foreign(input)
+        if (
+            is_foreign
+            and is_plain(async_op, parsed, reduce_op)
+            and g.fast_reduce_scatter_single(part, whole, reduce_op)
+        ):
+            return None
         out = flatten(part, reads=False, writes=True, devices=g.transport.devices)
         flat = flatten(whole, reads=True, writes=False, devices=g.transport.devices)
     collective = Collective(
@@ -289,6 +301,8 @@ def _all_reduce(tensor: Any, op: OpLike, g: Group, async_op: bool, options: Opti
             return all_reduce_sparse(tensor, reduce_op, g, async_op, options)
         t = as_tensor(tensor, "tensor", writes=True)
         check_op(t.dtype, reduce_op)
+        if _is_foreign(tensor) and is_plain(async_op, options, reduce_op) and g.fast_all_reduce(t, reduce_op):
+            return None
         parts = _parts(t, options)
         if g.pending is not None:
             work: Work | None = g.pending.add(t, reduce_op, factor, options, tensor, async_op, parts)
@@ -327,6 +341,11 @@ def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
     """Raises ConfigError if ``op`` is not defined on ``dtype``."""
     if not reduce_supported(dtype, op):
         raise ConfigError(f"op {op.name} is not defined on {dtype}; cast the tensor, or choose another op")
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether it is an array of another library, which a short cut takes once it is a tensor."""
+    return not isinstance(value, torch.Tensor)
 
 
 def is_plain(async_op: bool, options: Options, op: ReduceOp | None = None) -> bool:

@@ -108,6 +108,11 @@ def views(rank: int) -> None:
     for r in range(n):
         expected *= complex(r + 1, -(r + 1))
     assert torch.equal(base.conj().resolve_conj(), expected)
+    mixed = torch.full((3,), complex(rank, 1), dtype=torch.complex128)
+    if rank == 0:  # a view of conjugates on one rank, of the same values
+        mixed = mixed.conj().resolve_conj().conj()
+    pycomm.all_reduce(mixed)
+    assert mixed.is_conj() == (rank == 0) and (mixed == complex(n * (n - 1) / 2, n)).all()
     base = torch.full((3,), complex(0, rank + 1), dtype=torch.complex64)
     negated = base.conj().imag
     assert negated.is_neg()
