@@ -349,7 +349,7 @@ def observe(rank: int) -> None:
     lengths = [3, 5, 2][:world]
     with pycomm.monitor.checked(on_nan=said.append):  # one collective for each rank, all begun before the first ends
         mine = torch.full((lengths[rank],), float("nan") if rank == 0 else 1.0)
-        pycomm.all_gather([torch.empty(length) for length in lengths], mine)
+        pycomm.all_gather([torch.full((length,), float("nan")) for length in lengths], mine)  # only the roots' count
     assert ["the input" in each for each in said] == [rank == 0], said
     late: list[pycomm.monitor.StragglerReport] = []  # those that name rank 1
     stop = pycomm.monitor.on_straggler(lambda _name, found: late.append(found) if 1 in found.slow_ranks else None)
