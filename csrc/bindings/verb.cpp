@@ -115,10 +115,9 @@ PyObject* short_cut_of(Verb* self, PyObject* group) {
 PyObject* take_default(Verb* self, PyObject* const* args, Py_ssize_t count) {
   PyObject* const world = self->world.of(self->state);
   PyObject* const short_cut = short_cut_of(self, world);
-  Py_DECREF(world);
-  if (short_cut == nullptr) Py_RETURN_FALSE;
-  PyObject* const answer = PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
-  Py_DECREF(short_cut);
+  PyObject* const answer = short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
+  Py_XDECREF(short_cut);
+  Py_DECREF(world);  // held until here: the main thread may end Python meanwhile, and this one with it
   return answer;
 }
 

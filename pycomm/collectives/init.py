@@ -47,6 +47,7 @@ __all__ = [
 
 _log = logging.getLogger("pycomm")
 _inherited: list[Any] = []
+_kept_at_exit: list[Any] = []
 _has_exit_handlers = False
 _inits = 0
 
@@ -412,8 +413,16 @@ def _set_exit_handlers() -> None:
     if not _has_exit_handlers:
         _has_exit_handlers = True
         leave_last_words_of_uncaught_errors()  # first: what is registered then comes last
-        atexit.register(finalize)
+        atexit.register(_finalize_at_exit)
         os.register_at_fork(after_in_child=_disown)
+
+
+def _finalize_at_exit() -> None:
+    """Closes the groups, and keeps them: a daemon thread may be in a call of one, and if it were the last to hold that,
+    it would free tensors, for which torch lets the GIL go; that Python gives back to no thread then, but ends it there.
+    """
+    _kept_at_exit.append((state.world, list(state.torch_groups.values())))
+    finalize()
 
 
 def _disown() -> None:

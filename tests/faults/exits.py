@@ -25,6 +25,7 @@ from pycomm.transport import TRANSPORTS
 
 RANKS = 2
 NUMEL = 1 << 18
+_kept = torch.ones(NUMEL)  # a thread in which torch frees a tensor while Python ends is ended there, by std::terminate
 PATIENCE_S = 500.0
 
 
@@ -100,7 +101,7 @@ def run_off(how: str, rank: int) -> None:
 
 def reduce_for_ever() -> None:
     while True:
-        pycomm.all_reduce(torch.ones(NUMEL))
+        pycomm.all_reduce(_kept)
 
 
 works: list[pycomm.Work] = []  # kept to the very end
