@@ -132,7 +132,7 @@ class Verb:
         function: Callable[..., Any],
         state: object,
         short_cut: str,
-        rank_place: int,
+        takes_group: bool,
         names: tuple[str, ...],
         defaults: tuple[Any, ...],
         handle: object,
