@@ -242,7 +242,6 @@ PyObject* make_handle(PyTypeObject* type, std::shared_ptr<Group> native, std::sh
   Handle& handle = handle_of(self);
   new (&handle.native) std::shared_ptr<Group>(std::move(native));
   new (&handle.message) std::shared_ptr<Message>(std::move(message));
-  handle.is_done = handle.message->is_done_at_once;
   handle.value = Py_NewRef(value);
   handle.group = Py_XNewRef(group);
   return self;

@@ -82,26 +82,27 @@ class PlainTensors {
     }
     flat.device_type = tensor.device_type, flat.device_id = tensor.device_id, flat.ndim = tensor.ndim;
     if (!dtype_of(tensor, flat.dtype) || !is_contiguous(tensor, flat.numel) || flat.numel == 0) return false;
-    if (item_bytes(flat.dtype) == 1 && !is_of_bytes(object, flat.dtype)) return false;
+    if (is_less_than_a_byte(object, flat.dtype)) return false;
     if (tensor.data == nullptr) return false;  // a wrapper without memory of its own, inside torch.func.functionalize
     flat.rows = tensor.ndim > 0 ? static_cast<std::size_t>(tensor.shape[0]) : 0;
     flat.data = static_cast<unsigned char*>(tensor.data) + tensor.byte_offset;
-    // DLPack does not tell conjugate views. The imaginary part of a conjugate is a view with a negation bit, which it does not tell either. Such a view has
-    // stride 2, so it fails the test above, unless it has one element. That one lies an odd number of items into memory
-    // that is aligned for complex numbers; only there torch has to be asked.
+    // DLPack tells neither conjugate nor negated views.
     if (is_complex(flat.dtype)) return is_false(is_conj_, object) && is_false(is_neg_, object);
+    // The imaginary part of a conjugate is a negated view. Such a view has stride 2, so it fails the test above, unless it
+    // has one element. That one lies an odd number of items into memory that is aligned for complex numbers; only there
+    // torch has to be asked.
     if (flat.numel != 1 || reinterpret_cast<std::uintptr_t>(flat.data) % (2 * item_bytes(flat.dtype)) == 0) return true;
     return is_false(is_neg_, object);
   }
 
  private:
   // DLPack is told of torch.int1 to torch.uint7 that they are integers of 8 bits; to add those up would mean nothing.
-  bool is_of_bytes(PyObject* object, DType dtype) const {
-    if (dtype != DType::kUInt8 && dtype != DType::kInt8) return true;
+  bool is_less_than_a_byte(PyObject* object, DType dtype) const {
+    if (dtype != DType::kUInt8 && dtype != DType::kInt8) return false;
     PyObject* const found = PyObject_GetAttr(object, name_dtype_.ptr());
     if (found == nullptr) PyErr_Clear();
     Py_XDECREF(found);
-    return found == bytes_[dtype == DType::kInt8].ptr();
+    return found != bytes_[dtype == DType::kInt8].ptr();
   }
 
   static bool is_complex(DType dtype) { return dtype == DType::kComplex64 || dtype == DType::kComplex128; }

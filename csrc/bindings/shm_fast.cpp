@@ -100,7 +100,8 @@ class List {
   }
   bool are_apart() const {
     for (std::size_t r = 0; r < flats_.size(); ++r)
-      if (overlap(flats_[r], r)) return false;
+      for (std::size_t before = 0; before < r; ++before)
+        if (do_overlap(flats_[r], flats_[before])) return false;
     return true;
   }
   // None of the tensors is in `flat`, but that of rank `rank`, which may be all of it.
@@ -114,21 +115,9 @@ class List {
       if (!are_apart_from(flat)) return false;
     return true;
   }
-  // One behind the other.
-  bool are_one() const {
-    for (std::size_t r = 1; r < flats_.size(); ++r)
-      if (flats_[r].data != static_cast<unsigned char*>(flats_[r - 1].data) + flats_[r].bytes()) return false;
-    return true;
-  }
   void* const* data() const { return data_.data(); }
 
  private:
-  bool overlap(const Flat& flat, std::size_t before) const {
-    for (std::size_t r = 0; r < before; ++r)
-      if (do_overlap(flats_[r], flat)) return true;
-    return false;
-  }
-
   std::vector<Flat> flats_;
   std::vector<void*> data_;
   pybind11::object tensors_;
@@ -234,9 +223,10 @@ PyObject* all_to_all_list(PyObject* self, PyObject* const* args, Py_ssize_t coun
   List outputs, inputs;
   if (count != 2 || !PyList_CheckExact(args[1]) || PyList_GET_SIZE(args[1]) == 0 || !cut.tensors.read(PyList_GET_ITEM(args[1], 0), first)) Py_RETURN_FALSE;
   if (!outputs.read(cut, args[0], first) || !inputs.read(cut, args[1], first)) Py_RETURN_FALSE;
-  if (!outputs.are_apart() || !outputs.are_apart_from(inputs) || (Group::may_be_read(first.bytes()) && !inputs.are_one())) Py_RETURN_FALSE;
+  if (!outputs.are_apart() || !outputs.are_apart_from(inputs)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
   const std::vector<std::size_t> splits(ranks, first.numel);
+  if (Group::may_be_read(first.bytes()) && !shm::lie_as_one(inputs.data(), splits.data(), ranks, item_bytes(first.dtype))) Py_RETURN_FALSE;
   Call call{Verb::kAllToAll};
   call.dtype = first.dtype;
   return run(ranks * first.bytes(), [&] { cut.group->all_to_all(outputs.data(), inputs.data(), splits.data(), splits.data(), call); });

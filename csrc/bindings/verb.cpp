@@ -3,8 +3,8 @@
 // Reaching native code through a Python frame costs as much as a 4-byte all_reduce. So a hot verb is an object whose call
 // goes straight to the group's short cut (`Group.fast_*`, a C function of the transport) with the caller's own arguments,
 // those with keywords (`src=0`, `op=...`) at their places, and to the Python function if that answers False: with nothing
-// done, because the call is not an ordinary one. A verb that
-// returns handles passes what they are made of, their class or batch_kinds(), and the group on, behind the caller's arguments.
+// done, because the call is not an ordinary one. A verb that returns handles passes what they are made of, their class or
+// batch_kinds(), and the group on, behind the caller's arguments.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>

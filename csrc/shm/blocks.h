@@ -24,4 +24,11 @@ class Blocks {
   const void* const* each_ = nullptr;
 };
 
+// Whether `n` parts lie one behind the other; `lengths` counts their elements, of `item` bytes.
+inline bool lie_as_one(const void* const* parts, const std::size_t* lengths, std::size_t n, std::size_t item) {
+  for (std::size_t r = 1; r < n; ++r)
+    if (parts[r] != static_cast<const unsigned char*>(parts[r - 1]) + lengths[r - 1] * item) return false;
+  return true;
+}
+
 }  // namespace pycomm::shm

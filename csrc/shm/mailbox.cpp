@@ -110,10 +110,7 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   }
   // Who posts a long receive often sends as much next, and the other rank would wait for that while this one copies.
   if (message->is_send || message->bytes < kPieceBytes) progress();
-  if (message->is_done) {
-    message->is_done_at_once = !message->error;
-    return message;
-  }
+  if (message->is_done) return message;
   try {
     if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
   } catch (const std::system_error&) {  // no thread to be had: then messages move when somebody waits

@@ -44,7 +44,6 @@ struct Message {
   bool is_framed = false;    // its frame is in the ring
   bool is_offered = false;   // and says where the bytes lie; [Note: offers]
   bool is_done = false;
-  bool is_done_at_once = false;  // as it was started: written by then, and never again
   std::exception_ptr error;  // what went wrong, if anything; read once it is done
 };
 

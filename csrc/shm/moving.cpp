@@ -184,14 +184,10 @@ void Group::all_to_all(void* const* outputs, const void* const* inputs, const st
   const auto piece_of = [item](std::size_t split, std::size_t offset, std::size_t length) {
     return offset < split * item ? std::min(length, split * item - offset) : 0;
   };
-  const auto are_one = [&] {
-    for (std::size_t r = 1; r < n; ++r)
-      if (outputs[r] != bytes_of(outputs[r - 1]) + output_splits[r - 1] * item) return false;
-    return true;
-  };
   const std::size_t next = (me + 1) % n;
-  const bool is_streamed = are_one() ? results_.of(outputs[0], std::accumulate(output_splits, output_splits + n, std::size_t{0}) * item, n * longest)
-                                     : results_.of(outputs[next], output_splits[next] * item, n * longest);
+  const bool is_streamed = lie_as_one(outputs, output_splits, n, item)
+                               ? results_.of(outputs[0], std::accumulate(output_splits, output_splits + n, std::size_t{0}) * item, n * longest)
+                               : results_.of(outputs[next], output_splits[next] * item, n * longest);
   const auto copy_own = [&] { copy(outputs[me], inputs[me], input_splits[me] * item, is_streamed); };
   const auto stage = [&] {
     copy_own();
