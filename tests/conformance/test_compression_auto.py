@@ -156,6 +156,7 @@ def decide_for_an_algorithm(rank: int) -> list[str]:
     return [" ".join(each) for each in chosen]
 
 
+@pytest.mark.usefixtures("told_time")  # as a busy machine once made it decide for topk, whose sums are sparse
 def test_auto_takes_only_what_the_algorithm_that_is_asked_for_can_carry() -> None:
     told = run_ranks(2, decide_for_an_algorithm, transport="local")
     assert told == [["bf16", "bf16 int8 int4+ef topk:0.01+ef"]] * 2
