@@ -132,7 +132,7 @@ class Verb:
         function: Callable[..., Any],
         state: object,
         short_cut: str,
-        takes_group: bool,
+        rank_place: int,
         names: tuple[str, ...],
         defaults: tuple[Any, ...],
         handle: object,

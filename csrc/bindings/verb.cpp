@@ -3,8 +3,9 @@
 // Reaching native code through a Python frame costs as much as a 4-byte all_reduce. So a hot verb is an object whose call
 // goes straight to the group's short cut (`Group.fast_*`, a C function of the transport) with the caller's own arguments,
 // those with keywords (`src=0`, `op=...`) at their places, and to the Python function if that answers False: with nothing
-// done, because the call is not an ordinary one. A verb that returns handles passes what they are made of, their class or
-// batch_kinds(), and the group on, behind the caller's arguments.
+// done, because the call is not an ordinary one. The caller names a root or a peer by its global rank, the short cut by its
+// rank in the group. A verb that returns handles passes what they are made of, their class or batch_kinds(), and the group
+// on, behind the caller's arguments.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -25,8 +26,10 @@ struct Verb {
   PyObject* function;   // the ordinary path
   PyObject* state;      // has the default group as
   Attribute world;      // this one
-  Attribute short_cut;  // of a group
-  int takes_group;      // whether the arguments mean the same in a group that is named
+  Attribute short_cut;  // of a group,
+  Attribute ranks;      // whose members' global ranks are these
+  Py_ssize_t rank_place;  // of the argument that is a global rank; -1 if there is none
+  Py_ssize_t group_place;  // of the argument that names the group; else the number of parameters
   PyObject* names;      // of the function's parameters that have a place,
   PyObject* defaults;   // and what the last of them are if they are left out
   PyObject* handle;     // what they are made of; null if the verb returns none
@@ -35,6 +38,7 @@ struct Verb {
 };
 
 PyObject* name_group = nullptr;
+PyObject* name_ranks = nullptr;
 PyObject* name_world = nullptr;
 
 constexpr Py_ssize_t kMost = 6;  // of more arguments no short cut knows what to make
@@ -44,21 +48,27 @@ struct Placed {
   PyObject* args[kMost + 2] = {};  // two more: what handles are made of, and the group
   Py_ssize_t count = 0;
   PyObject* group = nullptr;
+  PyObject* rank = nullptr;  // in the group, where a global one was given
+
+  Placed() = default;
+  ~Placed() { Py_XDECREF(rank); }
+  Placed(const Placed&) = delete;
+  Placed& operator=(const Placed&) = delete;
 
   // False where they have no such places: the function then serves, or says what is wrong. No Python error is set.
   bool read(const Verb* self, PyObject* const* given, Py_ssize_t given_count, PyObject* keywords) {
     if (given_count > kMost || given_count > PyTuple_GET_SIZE(self->names)) return false;
     count = given_count;
     std::copy(given, given + count, args);
-    if (count > 0 && PyTuple_GET_ITEM(self->names, count - 1) == name_group) {  // the last one, by its place
+    if (count == self->group_place + 1) {  // the last one, by its place
       if (args[--count] != Py_None) group = args[count];
       args[count] = nullptr;
     }
     for (Py_ssize_t k = 0; keywords != nullptr && k < PyTuple_GET_SIZE(keywords); ++k) {
       PyObject* const value = given[given_count + k];
-      const Py_ssize_t place = place_of(self, PyTuple_GET_ITEM(keywords, k));
+      const Py_ssize_t place = place_of(self->names, PyTuple_GET_ITEM(keywords, k));
       if (place < given_count || place >= kMost) return false;
-      if (PyTuple_GET_ITEM(keywords, k) == name_group) {
+      if (place == self->group_place) {
         if (value != Py_None) group = value;
         continue;
       }
@@ -74,41 +84,70 @@ struct Placed {
     return true;
   }
 
+  // Puts the rank in a group of `ranks` in the place of the global one. False if it is none of them, or left out.
+  bool translate(Py_ssize_t place, PyObject* ranks) {
+    if (place < 0) return true;
+    if (place >= count || !PyLong_CheckExact(args[place])) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ranks); ++i) {
+      if (PyObject_RichCompareBool(args[place], PyTuple_GET_ITEM(ranks, i), Py_EQ) != 1) continue;
+      args[place] = rank = PyLong_FromSsize_t(i);
+      return rank != nullptr;
+    }
+    return false;
+  }
+
   // -1 if there is none. The names in a call are interned, as those of parameters are.
-  static Py_ssize_t place_of(const Verb* self, PyObject* name) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->names); ++i)
-      if (PyTuple_GET_ITEM(self->names, i) == name) return i;
+  static Py_ssize_t place_of(PyObject* names, PyObject* name) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i)
+      if (PyTuple_GET_ITEM(names, i) == name) return i;
     return -1;
   }
 };
 
-// What the short cut answers; False where there is none to take.
-PyObject* take_short_cut(Verb* self, PyObject* const* given, Py_ssize_t given_count, PyObject* keywords) {
-  Placed placed;
-  if (!placed.read(self, given, given_count, keywords)) Py_RETURN_FALSE;
-  PyObject* group = self->world.of(self->state);
-  if (group == nullptr) return nullptr;
-  if (placed.group != nullptr && placed.group != group) {
-    Py_DECREF(group);
-    if (!self->takes_group) Py_RETURN_FALSE;
-    group = Py_NewRef(placed.group);
-  }
-  if (self->handle != nullptr) {
-    placed.args[placed.count++] = self->handle;
-    placed.args[placed.count++] = group;
-  }
+// A new reference to the short cut of a group; null if it has none, and no Python error set.
+PyObject* short_cut_of(Verb* self, PyObject* group) {
   PyObject* const short_cut = self->short_cut.of(group);
   if (short_cut == nullptr) PyErr_Clear();  // a torch ProcessGroup, for one
-  PyObject* const answer =
-      short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, placed.args, static_cast<size_t>(placed.count), nullptr);
+  return short_cut;
+}
+
+// What the short cut of the default group answers to arguments that it takes as they are; False where it can't be taken.
+PyObject* take_default(Verb* self, PyObject* const* args, Py_ssize_t count) {
+  PyObject* const world = self->world.of(self->state);
+  PyObject* const short_cut = short_cut_of(self, world);
+  PyObject* const answer = short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
   Py_XDECREF(short_cut);
-  Py_DECREF(group);
+  Py_DECREF(world);  // held until here: the main thread may end Python meanwhile, and this one with it
   return answer;
+}
+
+// The same of any arguments; apart, as its frame would cost the plain call 10 ns.
+[[gnu::noinline]] PyObject* take_short_cut(Verb* self, PyObject* const* given, Py_ssize_t given_count, PyObject* keywords) {
+  Placed placed;
+  if (!placed.read(self, given, given_count, keywords)) Py_RETURN_FALSE;
+  auto group = py::reinterpret_steal<py::object>(self->world.of(self->state));
+  const bool is_other = placed.group != nullptr && placed.group != group.ptr();
+  if (is_other) group = py::reinterpret_borrow<py::object>(placed.group);
+  const auto short_cut = py::reinterpret_steal<py::object>(short_cut_of(self, group.ptr()));
+  if (!short_cut) Py_RETURN_FALSE;
+  const auto ranks = py::reinterpret_steal<py::object>(is_other ? self->ranks.of(group.ptr()) : nullptr);
+  if (is_other && (!PyTuple_CheckExact(ranks.ptr()) || !placed.translate(self->rank_place, ranks.ptr()))) Py_RETURN_FALSE;
+  if (self->handle != nullptr) {
+    placed.args[placed.count++] = self->handle;
+    placed.args[placed.count++] = group.ptr();
+  }
+  PyObject* const answer = PyObject_Vectorcall(short_cut.ptr(), placed.args, static_cast<size_t>(placed.count), nullptr);
+  if (!is_other || answer == nullptr || !PyLong_CheckExact(answer)) return answer;
+  const Py_ssize_t rank = PyLong_AsSsize_t(answer);  // who sent what was received
+  Py_DECREF(answer);
+  return Py_NewRef(PyTuple_GET_ITEM(ranks.ptr(), rank));
 }
 
 PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, PyObject* keywords) {
   auto* const self = reinterpret_cast<Verb*>(object);
-  PyObject* const answer = take_short_cut(self, args, PyVectorcall_NARGS(flagged_count), keywords);
+  const Py_ssize_t count = PyVectorcall_NARGS(flagged_count);
+  const bool is_plain = keywords == nullptr && self->handle == nullptr && count <= self->group_place;
+  PyObject* const answer = is_plain ? take_default(self, args, count) : take_short_cut(self, args, count, keywords);
   if (answer != Py_True && answer != Py_False) return answer;  // what the call results in, or null
   Py_DECREF(answer);
   if (answer == Py_True) Py_RETURN_NONE;
@@ -117,8 +156,8 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, Py
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *function, *state, *short_cut, *names, *defaults, *handle;
-  int takes_group;
-  if (!PyArg_ParseTuple(args, "OOUpO!O!O:Verb", &function, &state, &short_cut, &takes_group, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &handle))
+  Py_ssize_t rank_place;
+  if (!PyArg_ParseTuple(args, "OOUnO!O!O:Verb", &function, &state, &short_cut, &rank_place, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &handle))
     return nullptr;
   auto* const self = reinterpret_cast<Verb*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
@@ -127,7 +166,10 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->state = Py_NewRef(state);
   new (&self->world) Attribute(name_world);
   new (&self->short_cut) Attribute(short_cut);
-  self->takes_group = takes_group;
+  new (&self->ranks) Attribute(name_ranks);
+  self->rank_place = rank_place;
+  const Py_ssize_t group_place = Placed::place_of(names, name_group);
+  self->group_place = group_place < 0 ? PyTuple_GET_SIZE(names) : group_place;
   self->names = Py_NewRef(names);
   self->defaults = Py_NewRef(defaults);
   if (handle != Py_None) self->handle = Py_NewRef(handle);
@@ -165,6 +207,7 @@ void destroy(PyObject* object) {
   clear(object);
   std::destroy_at(&self->world);
   std::destroy_at(&self->short_cut);
+  std::destroy_at(&self->ranks);
   type->tp_free(object);
   Py_DECREF(type);
 }
@@ -204,6 +247,7 @@ void bind_verb(py::module_& m);  // module.cpp
 void bind_verb(py::module_& m) {
   name_world = PyUnicode_InternFromString("world");
   name_group = PyUnicode_InternFromString("group");
+  name_ranks = PyUnicode_InternFromString("_ranks");
   PyObject* const type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
   m.add_object("Verb", py::reinterpret_steal<py::object>(type));

@@ -132,7 +132,7 @@ def all_to_all(
     return g.run(Call("all_to_all", [collective], [out.finish], *parsed, result=output_tensor_list), async_op)
 
 
-@with_short_cut("fast_gather", takes_group=False)
+@with_short_cut("fast_gather", rank="dst")
 def gather(
     tensor: Any,
     gather_list: Sequence[Any] | None = None,
@@ -162,7 +162,7 @@ def gather(
     return g.run(Call("gather", [collective], [out.finish], *parsed, result=gather_list), async_op)
 
 
-@with_short_cut("fast_scatter", takes_group=False)
+@with_short_cut("fast_scatter", rank="src")
 def scatter(
     tensor: Any,
     scatter_list: Sequence[Any] | None = None,

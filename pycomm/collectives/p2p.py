@@ -28,7 +28,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "star
 _MAX_TAG = FIRST_OWN_TAG - 1
 
 
-@with_short_cut("fast_isend", takes_group=False, handle=NativeWork)
+@with_short_cut("fast_isend", rank="dst", handle=NativeWork)
 def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
     """Starts sending ``tensor``; it must not be changed until the returned Work is complete."""
     g, peer = _whom(group, dst, group_dst)
@@ -37,7 +37,7 @@ def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, 
     return _Message.checked("isend", tensor, dst, group, tag, group_dst).start()
 
 
-@with_short_cut("fast_irecv", takes_group=False, handle=NativeWork)
+@with_short_cut("fast_irecv", rank="src", handle=NativeWork)
 def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> Work:
     """Starts receiving into ``tensor``, from any rank if no source is given.
 
@@ -49,7 +49,7 @@ def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, 
     return _Message.checked("irecv", tensor, src, group, tag, group_src).start()
 
 
-@with_short_cut("fast_send", takes_group=False)
+@with_short_cut("fast_send", rank="dst")
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -68,7 +68,7 @@ def send(
     isend(tensor, dst, g, tag, group_dst).wait(timeout)
 
 
-@with_short_cut("fast_recv", takes_group=False)
+@with_short_cut("fast_recv", rank="src")
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -130,7 +130,7 @@ def _batch_kinds() -> object:
 _kinds = _batch_kinds()
 
 
-@with_short_cut("fast_batch_isend_irecv", takes_group=False, handle=_kinds)
+@with_short_cut("fast_batch_isend_irecv", handle=_kinds)
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Starts all messages of the list, whose order does not matter, and returns their Works in its order.
 

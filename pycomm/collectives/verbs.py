@@ -61,18 +61,19 @@ _PLAIN = Options()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def with_short_cut(name: str, takes_group: bool = True, handle: object = None) -> Callable[[_Function], _Function]:
+def with_short_cut(name: str, rank: str | None = None, handle: object = None) -> Callable[[_Function], _Function]:
     """Puts the group's short cut ``name`` in front of a verb: a native object that calls the one, or the other.
 
-    Where the verb returns handles, what they are made of (``handle``: their class, or ``batch_kinds``) and the group
-    follow the caller's arguments.
+    The argument ``rank`` is a global rank, and one of the group to the short cut. Where the verb returns handles, what
+    they are made of (``handle``: their class, or ``batch_kinds``) and the group follow the caller's arguments.
     """
 
     def decorate(function: _Function) -> _Function:
         code = function.__code__
         names, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
+        place = -1 if rank is None else names.index(rank)
         try:
-            verb = native().Verb(function, state, name, takes_group, names, defaults, handle)
+            verb = native().Verb(function, state, name, place, names, defaults, handle)
         except NativeUnavailableError:  # then no transport has short cuts either
             return function
         return cast(_Function, functools.update_wrapper(verb, function))
@@ -116,8 +117,7 @@ def all_reduce_mean(
     return all_reduce(tensor, ReduceOp.AVG, group, async_op, **options)
 
 
-# Of a named group the short cut wants the root's rank in it, so only the default group has one.
-@with_short_cut("fast_broadcast", takes_group=False)
+@with_short_cut("fast_broadcast", rank="src")
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -141,7 +141,7 @@ def broadcast(
     return g.run(Call("broadcast", [collective], [flat.finish], *parsed, result=tensor), async_op)
 
 
-@with_short_cut("fast_reduce", takes_group=False)
+@with_short_cut("fast_reduce", rank="dst")
 def reduce(
     tensor: Any,
     dst: int | None = None,

@@ -143,6 +143,49 @@ def all_messages(rank: int) -> None:
     take_while_waiting_elsewhere(rank)
 
 
+def ranks_of_groups(rank: int) -> None:
+    """A root and a peer are global ranks in a group of others, too, by their place and by their name."""
+    group = pycomm.new_group([1, 2])
+    if not group:
+        return
+    other = 3 - rank
+    for first, second in ((1, 2), (2, 1)):
+        tensor = torch.full((3,), float(rank))
+        pycomm.broadcast(tensor, first, group)
+        assert (tensor == first).all()
+        pycomm.broadcast(tensor.fill_(rank), src=second, group=group)
+        assert (tensor == second).all()
+        pycomm.reduce(tensor.fill_(rank), dst=first, group=group)
+        assert (tensor == (3 if rank == first else rank)).all()
+        parts = [torch.zeros(3), torch.zeros(3)] if rank == first else None
+        pycomm.gather(tensor.fill_(rank), parts, group=group, dst=first)
+        assert parts is None or [each[0].item() for each in parts] == [1.0, 2.0]
+        pycomm.scatter(tensor.zero_(), parts, first, group)
+        assert (tensor == rank).all()
+        if rank == first:
+            pycomm.send(tensor, second, group, 4)
+            assert pycomm.recv(tensor, src=second, group=group, tag=5) == second and (tensor == second).all()
+            assert pycomm.recv(tensor, group=group) == second  # from anybody
+        else:
+            received = torch.zeros(3)
+            assert pycomm.recv(received, first, group=group, tag=4) == first and (received == first).all()
+            pycomm.send(tensor, dst=first, group=group, tag=5)
+            pycomm.send(tensor, first, group)
+        received = torch.zeros(3)
+        works = [pycomm.irecv(received, src=other, group=group), pycomm.isend(tensor.fill_(rank), other, group)]
+        assert all(work.wait() for work in works) and (received == other).all()
+        assert works[0].source_rank() == other
+    for wrong in (
+        lambda: pycomm.broadcast(tensor, src=0, group=group),
+        lambda: pycomm.gather(tensor, [tensor.clone(), tensor.clone()] if rank == 1 else None, group=group),
+        lambda: pycomm.scatter(tensor, [tensor.clone(), tensor.clone()] if rank == 1 else None, group=group),
+        lambda: pycomm.send(tensor, 0, group=group),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()
+    pycomm.barrier(group=group)
+
+
 def lists(rank: int) -> None:
     """Lists of tensors that lie by themselves, one behind the other, or, on one rank, in no order; short and long."""
     n = pycomm.world_size()
@@ -190,8 +233,13 @@ def lists(rank: int) -> None:
 
 
 @everywhere
-def test_lists(transport: str) -> None:
-    run_ranks(3, lists, transport=transport)
+def test_lists_and_ranks_of_groups(transport: str) -> None:
+    run_ranks(3, lists_and_groups, transport=transport)
+
+
+def lists_and_groups(rank: int) -> None:
+    lists(rank)
+    ranks_of_groups(rank)
 
 
 def objects(rank: int) -> None:
