@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "message_handle.h"
+#include "handle.h"
 
 namespace py = pybind11;
 

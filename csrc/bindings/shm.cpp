@@ -8,7 +8,7 @@
 #include "../shm/process.h"
 #include "batch_kinds.h"
 #include "gil.h"
-#include "message_handle.h"
+#include "handle.h"
 #include "shm_call.h"
 #include "shm_errors.h"
 #include "shm_fast.h"
@@ -105,7 +105,13 @@ void bind_group(py::module_& m) {
              const Call call = make_call(Verb::kAllToAll, 0, dtype, 0, 1, 0, timeout_s);
              g.all_to_all(pointer(output), pointer(input), output_splits.data(), input_splits.data(), call);
            }, NoGil())
-      .def("barrier", [](Group& g, double timeout_s) { g.barrier(nanoseconds(timeout_s)); }, NoGil())
+      .def("barrier",
+           [](Group& g, double timeout_s) {
+             Call call{Verb::kBarrier};
+             call.timeout_ns = nanoseconds(timeout_s);
+             g.barrier(call);
+           }, NoGil())
+      .def("drain", [](Group& g, double timeout_s) { return g.drain(nanoseconds(timeout_s)); }, NoGil())
       .def("start_message",
            [](std::shared_ptr<Group> g, bool is_send, std::uintptr_t data, std::size_t bytes, int peer, std::int64_t tag, const py::object& tensor) {
              PyObject* const message = start_message(std::move(g), is_send, pointer(data), bytes, peer, tag, tensor.ptr());
@@ -163,7 +169,7 @@ void bind_shm(py::module_& m) {
       set_python_error();
     }
   });
-  bind_message_handle(m);
+  bind_handle(m);
   bind_batch_kinds(m);
   py::class_<Block>(m, "ShmBlock", py::buffer_protocol(), "A block of this rank's shared heap.")
       .def_buffer([](Block& b) { return py::buffer_info(static_cast<unsigned char*>(b.data), static_cast<py::ssize_t>(b.bytes)); });

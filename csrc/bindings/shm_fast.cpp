@@ -1,12 +1,14 @@
 // The short cuts of the shared-memory transport: `fast(tensor, op)` and its kin, plain C functions over the user's own tensor.
 //
-// Each answers True if the call is done, or what it results in, and False, with nothing touched, if the arguments are not as plain as this
+// Each answers True if the call is done, or what it results in (of one that starts a call its handle), and False, with nothing touched, if the arguments are not as plain as this
 // path wants them (a torch CPU tensor, contiguous, of a type and operator that we have). The ordinary path then does it,
 // or words the error.
 #include "shm_fast.h"
 
 #include <vector>
 
+#include "gil.h"
+#include "handle.h"
 #include "plain_tensor.h"
 #include "shm_errors.h"
 #include "shm_messages.h"
@@ -30,14 +32,54 @@ PyObject* run(std::size_t bytes, Run run_collective) {
   Py_RETURN_TRUE;
 }
 
+// Makes a call, or starts it. Then two arguments stand behind the caller's: the class of the handle, and pycomm's Group.
+template <bool starts>
+class Maker {
+ public:
+  // Takes them off `count`.
+  Maker(PyObject* const* args, Py_ssize_t& count) {
+    if (!starts) return;
+    count -= 2;
+    if (count >= 0 && is_handle_type(args[count])) type_ = reinterpret_cast<PyTypeObject*>(args[count]), group_ = args[count + 1];
+  }
+  bool is_well() const { return !starts || type_ != nullptr; }
+
+  // `make(group, call)` does it, by pointers into `result`, which the handle tells, and `input`, if that is another tensor; `bytes` at most.
+  template <class Make>
+  PyObject* operator()(const Cut& cut, const Call& call, std::size_t bytes, PyObject* result, PyObject* input, Make make) const {
+    if constexpr (!starts) return run(bytes, [&] { make(*cut.group, call); });
+    try {
+      std::shared_ptr<shm::Started> started;
+      {
+        const LazyGilRelease release(bytes >= kUnlockedBytes);
+        started = cut.group->start(call.verb, bytes, [group = cut.group.get(), own = call, make](shm::Step step) mutable {
+          own.step = step;
+          make(*group, own);
+        });
+      }
+      if (started == nullptr) Py_RETURN_FALSE;
+      return make_handle(type_, cut.group, std::move(started), result, group_, input);
+    } catch (...) {
+      set_python_error();
+      return nullptr;
+    }
+  }
+
+ private:
+  PyTypeObject* type_ = nullptr;
+  PyObject* group_ = nullptr;
+};
+
+template <bool starts>
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
+  const Maker<starts> make(args, count);
   Flat flat;
   Call call{Verb::kAllReduce};
-  if (count < 1 || count > 2 || !cut.tensors.read(args[0], flat) || !read_op(count > 1 ? args[1] : nullptr, flat.dtype, call.op)) Py_RETURN_FALSE;
+  if (!make.is_well() || count < 1 || count > 2 || !cut.tensors.read(args[0], flat) || !read_op(count > 1 ? args[1] : nullptr, flat.dtype, call.op)) Py_RETURN_FALSE;
   call.dtype = flat.dtype;
   call.numel = flat.numel;
-  return run(flat.bytes(), [&] { cut.group->all_reduce(flat.data, flat.data, call); });
+  return make(cut, call, flat.bytes(), args[0], nullptr, [data = flat.data](Group& group, const Call& its) { group.all_reduce(data, data, its); });
 }
 
 bool read_root(const Cut& cut, PyObject* object, int& root) {
@@ -51,25 +93,29 @@ bool read_root(const Cut& cut, PyObject* object, int& root) {
   return true;
 }
 
+template <bool starts>
 PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
+  const Maker<starts> make(args, count);
   Flat flat;
   Call call{Verb::kBroadcast};
-  if (count != 2 || !read_root(cut, args[1], call.root) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
+  if (!make.is_well() || count != 2 || !read_root(cut, args[1], call.root) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
   call.dtype = flat.dtype;
   call.numel = flat.numel;
-  return run(flat.bytes(), [&] { cut.group->broadcast(flat.data, call); });
+  return make(cut, call, flat.bytes(), args[0], nullptr, [data = flat.data](Group& group, const Call& its) { group.broadcast(data, its); });
 }
 
+template <bool starts>
 PyObject* reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
+  const Maker<starts> make(args, count);
   Flat flat;
   Call call{Verb::kReduce};
-  if (count < 2 || count > 3 || !read_root(cut, args[1], call.root) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
+  if (!make.is_well() || count < 2 || count > 3 || !read_root(cut, args[1], call.root) || !cut.tensors.read(args[0], flat)) Py_RETURN_FALSE;
   if (!read_op(count > 2 ? args[2] : nullptr, flat.dtype, call.op)) Py_RETURN_FALSE;
   call.dtype = flat.dtype;
   call.numel = flat.numel;
-  return run(flat.bytes(), [&] { cut.group->reduce(flat.data, flat.data, call); });
+  return make(cut, call, flat.bytes(), args[0], nullptr, [data = flat.data](Group& group, const Call& its) { group.reduce(data, data, its); });
 }
 
 bool do_overlap(const Flat& a, const Flat& b) {
@@ -166,29 +212,37 @@ PyObject* all_to_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return run(input.bytes(), [&] { cut.group->all_to_all(output.data, input.data, splits.data(), splits.data(), call); });
 }
 
+template <bool starts>
 PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
+  const Maker<starts> make(args, count);
   Flat output, input;
-  if (count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
+  if (!make.is_well() || count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
   if (output.dtype != input.dtype || output.numel != ranks * input.numel || do_overlap(output, input)) Py_RETURN_FALSE;
   Call call{Verb::kAllGather};
   call.dtype = input.dtype;
   call.numel = input.numel;
-  return run(output.bytes(), [&] { cut.group->all_gather({output.data, input.bytes()}, input.data, call); });
+  return make(cut, call, output.bytes(), args[0], args[1], [to = output.data, from = input.data, bytes = input.bytes()](Group& group, const Call& its) {
+    group.all_gather({to, bytes}, from, its);
+  });
 }
 
+template <bool starts>
 PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
+  const Maker<starts> make(args, count);
   Flat output, input;
   Call call{Verb::kReduceScatter};
-  if (count < 2 || count > 3 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
+  if (!make.is_well() || count < 2 || count > 3 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   if (!read_op(count > 2 ? args[2] : nullptr, input.dtype, call.op)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
   if (output.dtype != input.dtype || input.numel != ranks * output.numel || do_overlap(output, input)) Py_RETURN_FALSE;
   call.dtype = input.dtype;
   call.numel = output.numel;
-  return run(input.bytes(), [&] { cut.group->reduce_scatter(output.data, {input.data, output.bytes()}, call); });
+  return make(cut, call, input.bytes(), args[0], args[1], [to = output.data, from = input.data, bytes = output.bytes()](Group& group, const Call& its) {
+    group.reduce_scatter(to, {from, bytes}, its);
+  });
 }
 
 // -- of lists
@@ -232,10 +286,12 @@ PyObject* all_to_all_list(PyObject* self, PyObject* const* args, Py_ssize_t coun
   return run(ranks * first.bytes(), [&] { cut.group->all_to_all(outputs.data(), inputs.data(), splits.data(), splits.data(), call); });
 }
 
-PyObject* barrier(PyObject* self, PyObject* const*, Py_ssize_t count) {
+template <bool starts>
+PyObject* barrier(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
-  if (count != 0) Py_RETURN_FALSE;
-  return run(0, [&] { cut.group->barrier(0); });
+  const Maker<starts> make(args, count);
+  if (!make.is_well() || count != 0) Py_RETURN_FALSE;
+  return make(cut, Call{Verb::kBarrier}, 0, Py_None, nullptr, [](Group& group, const Call& its) { group.barrier(its); });
 }
 
 template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
@@ -259,15 +315,21 @@ pybind11::dict short_cuts(std::shared_ptr<Group> group, const pybind11::object& 
   const auto add = [&](PyMethodDef* method) {
     cuts[method->ml_name] = pybind11::reinterpret_steal<pybind11::object>(PyCFunction_New(method, self.ptr()));
   };
-  add(definition<all_reduce>("all_reduce"));
-  add(definition<broadcast>("broadcast"));
+  add(definition<all_reduce<false>>("all_reduce"));
+  add(definition<all_reduce<true>>("start_all_reduce"));
+  add(definition<broadcast<false>>("broadcast"));
+  add(definition<broadcast<true>>("start_broadcast"));
   add(definition<all_gather_list>("all_gather"));
   add(definition<reduce_scatter_list>("reduce_scatter"));
   add(definition<all_to_all_list>("all_to_all"));
-  add(definition<all_gather>("all_gather_single"));
-  add(definition<reduce_scatter>("reduce_scatter_single"));
-  add(definition<barrier>("barrier"));
-  add(definition<reduce>("reduce"));
+  add(definition<all_gather<false>>("all_gather_single"));
+  add(definition<all_gather<true>>("start_all_gather_single"));
+  add(definition<reduce_scatter<false>>("reduce_scatter_single"));
+  add(definition<reduce_scatter<true>>("start_reduce_scatter_single"));
+  add(definition<barrier<false>>("barrier"));
+  add(definition<barrier<true>>("start_barrier"));
+  add(definition<reduce<false>>("reduce"));
+  add(definition<reduce<true>>("start_reduce"));
   add(definition<gather>("gather"));
   add(definition<scatter>("scatter"));
   add(definition<all_to_all>("all_to_all_single"));

@@ -7,7 +7,7 @@
 #include "../shm/mailbox.h"
 #include "batch_kinds.h"
 #include "gil.h"
-#include "message_handle.h"
+#include "handle.h"
 #include "shm_errors.h"
 
 namespace pycomm {

@@ -19,7 +19,7 @@ struct Cut {
 
 inline Cut& cut_of(PyObject* self) { return *static_cast<Cut*>(PyCapsule_GetPointer(self, nullptr)); }
 
-// Starts a message; its handle (message_handle.h) keeps `tensor` alive. Null, and a Python error set, if it can't be started.
+// Starts a message; its handle (handle.h) keeps `tensor` alive. Null, and a Python error set, if it can't be started.
 PyObject* start_message(std::shared_ptr<shm::Group> group, bool is_send, void* data, std::size_t bytes, int peer, std::int64_t tag,
                         PyObject* tensor);
 

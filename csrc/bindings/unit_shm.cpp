@@ -3,7 +3,7 @@
 #include "batch_kinds.cpp"
 #include "board.cpp"
 #include "frames.cpp"
-#include "message_handle.cpp"
+#include "handle.cpp"
 #include "overlap.cpp"
 #include "shm.cpp"
 #include "shm_errors.cpp"

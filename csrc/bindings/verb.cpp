@@ -4,8 +4,8 @@
 // goes straight to the group's short cut (`Group.fast_*`, a C function of the transport) with the caller's own arguments,
 // those with keywords (`src=0`, `op=...`) at their places, and to the Python function if that answers False: with nothing
 // done, because the call is not an ordinary one. The caller names a root or a peer by its global rank, the short cut by its
-// rank in the group. A verb that returns handles passes what they are made of, their class or batch_kinds(), and the group
-// on, behind the caller's arguments.
+// rank in the group. A call with async_op=True has a short cut of its own (`Group.start_*`). Who returns handles is passed what
+// they are made of, their class or batch_kinds(), and the group, behind the caller's arguments.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -27,16 +27,21 @@ struct Verb {
   PyObject* state;      // has the default group as
   Attribute world;      // this one
   Attribute short_cut;  // of a group,
+  Attribute start;      // which another one starts, where it can be told to by async_op,
   Attribute ranks;      // whose members' global ranks are these
   Py_ssize_t rank_place;  // of the argument that is a global rank; -1 if there is none
   Py_ssize_t group_place;  // of the argument that names the group; else the number of parameters
+  Py_ssize_t async_place;  // of async_op; -1 if there is no short cut for it
   PyObject* names;      // of the function's parameters that have a place,
   PyObject* defaults;   // and what the last of them are if they are left out
-  PyObject* handle;     // what they are made of; null if the verb returns none
+  PyObject* handle;     // what handles are made of; null if the verb returns none
   PyObject* dict;       // __name__, __doc__, __wrapped__, ...
   PyObject* weakrefs;
+
+  bool gives_handles() const { return handle != nullptr && async_place < 0; }  // of every call
 };
 
+PyObject* name_async_op = nullptr;
 PyObject* name_group = nullptr;
 PyObject* name_ranks = nullptr;
 PyObject* name_world = nullptr;
@@ -48,6 +53,7 @@ struct Placed {
   PyObject* args[kMost + 2] = {};  // two more: what handles are made of, and the group
   Py_ssize_t count = 0;
   PyObject* group = nullptr;
+  bool is_started = false;   // and not waited for
   PyObject* rank = nullptr;  // in the group, where a global one was given
 
   Placed() = default;
@@ -58,28 +64,30 @@ struct Placed {
   // False where they have no such places: the function then serves, or says what is wrong. No Python error is set.
   bool read(const Verb* self, PyObject* const* given, Py_ssize_t given_count, PyObject* keywords) {
     if (given_count > kMost || given_count > PyTuple_GET_SIZE(self->names)) return false;
-    count = given_count;
-    std::copy(given, given + count, args);
-    if (count == self->group_place + 1) {  // the last one, by its place
-      if (args[--count] != Py_None) group = args[count];
-      args[count] = nullptr;
-    }
+    for (Py_ssize_t place = 0; place < given_count; ++place)
+      if (!put(self, place, given[place])) return false;
     for (Py_ssize_t k = 0; keywords != nullptr && k < PyTuple_GET_SIZE(keywords); ++k) {
-      PyObject* const value = given[given_count + k];
       const Py_ssize_t place = place_of(self->names, PyTuple_GET_ITEM(keywords, k));
-      if (place < given_count || place >= kMost) return false;
-      if (place == self->group_place) {
-        if (value != Py_None) group = value;
-        continue;
-      }
-      args[place] = value;
-      count = std::max(count, place + 1);
+      if (place < given_count || place >= kMost || !put(self, place, given[given_count + k])) return false;
     }
     const Py_ssize_t first_default = PyTuple_GET_SIZE(self->names) - PyTuple_GET_SIZE(self->defaults);
     for (Py_ssize_t i = 0; i < count; ++i) {
       if (args[i] != nullptr) continue;
       if (i < first_default) return false;
       args[i] = PyTuple_GET_ITEM(self->defaults, i - first_default);
+    }
+    return true;
+  }
+
+  bool put(const Verb* self, Py_ssize_t place, PyObject* value) {
+    if (place == self->group_place) {
+      if (value != Py_None) group = value;
+    } else if (place == self->async_place) {
+      is_started = value == Py_True;
+      return is_started || value == Py_False;
+    } else {
+      args[place] = value;
+      count = std::max(count, place + 1);
     }
     return true;
   }
@@ -104,9 +112,9 @@ struct Placed {
   }
 };
 
-// A new reference to the short cut of a group; null if it has none, and no Python error set.
-PyObject* short_cut_of(Verb* self, PyObject* group) {
-  PyObject* const short_cut = self->short_cut.of(group);
+// A new reference to that short cut of a group; null if it has none, and no Python error set.
+PyObject* cut_of(Attribute& which, PyObject* group) {
+  PyObject* const short_cut = which.of(group);
   if (short_cut == nullptr) PyErr_Clear();  // a torch ProcessGroup, for one
   return short_cut;
 }
@@ -114,7 +122,7 @@ PyObject* short_cut_of(Verb* self, PyObject* group) {
 // What the short cut of the default group answers to arguments that it takes as they are; False where it can't be taken.
 PyObject* take_default(Verb* self, PyObject* const* args, Py_ssize_t count) {
   PyObject* const world = self->world.of(self->state);
-  PyObject* const short_cut = short_cut_of(self, world);
+  PyObject* const short_cut = cut_of(self->short_cut, world);
   PyObject* const answer = short_cut == nullptr ? Py_NewRef(Py_False) : PyObject_Vectorcall(short_cut, args, static_cast<size_t>(count), nullptr);
   Py_XDECREF(short_cut);
   Py_DECREF(world);  // held until here: the main thread may end Python meanwhile, and this one with it
@@ -128,11 +136,11 @@ PyObject* take_default(Verb* self, PyObject* const* args, Py_ssize_t count) {
   auto group = py::reinterpret_steal<py::object>(self->world.of(self->state));
   const bool is_other = placed.group != nullptr && placed.group != group.ptr();
   if (is_other) group = py::reinterpret_borrow<py::object>(placed.group);
-  const auto short_cut = py::reinterpret_steal<py::object>(short_cut_of(self, group.ptr()));
+  const auto short_cut = py::reinterpret_steal<py::object>(cut_of(placed.is_started ? self->start : self->short_cut, group.ptr()));
   if (!short_cut) Py_RETURN_FALSE;
   const auto ranks = py::reinterpret_steal<py::object>(is_other ? self->ranks.of(group.ptr()) : nullptr);
   if (is_other && (!PyTuple_CheckExact(ranks.ptr()) || !placed.translate(self->rank_place, ranks.ptr()))) Py_RETURN_FALSE;
-  if (self->handle != nullptr) {
+  if (placed.is_started || self->gives_handles()) {
     placed.args[placed.count++] = self->handle;
     placed.args[placed.count++] = group.ptr();
   }
@@ -146,7 +154,7 @@ PyObject* take_default(Verb* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, PyObject* keywords) {
   auto* const self = reinterpret_cast<Verb*>(object);
   const Py_ssize_t count = PyVectorcall_NARGS(flagged_count);
-  const bool is_plain = keywords == nullptr && self->handle == nullptr && count <= self->group_place;
+  const bool is_plain = keywords == nullptr && !self->gives_handles() && count <= self->group_place;
   PyObject* const answer = is_plain ? take_default(self, args, count) : take_short_cut(self, args, count, keywords);
   if (answer != Py_True && answer != Py_False) return answer;  // what the call results in, or null
   Py_DECREF(answer);
@@ -155,9 +163,10 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t flagged_count, Py
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *function, *state, *short_cut, *names, *defaults, *handle;
+  PyObject *function, *state, *short_cut, *names, *defaults, *handle, *start;
   Py_ssize_t rank_place;
-  if (!PyArg_ParseTuple(args, "OOUnO!O!O:Verb", &function, &state, &short_cut, &rank_place, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &handle))
+  if (!PyArg_ParseTuple(args, "OOUnO!O!OO:Verb", &function, &state, &short_cut, &rank_place, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &handle,
+                        &start))
     return nullptr;
   auto* const self = reinterpret_cast<Verb*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
@@ -166,10 +175,12 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->state = Py_NewRef(state);
   new (&self->world) Attribute(name_world);
   new (&self->short_cut) Attribute(short_cut);
+  new (&self->start) Attribute(start == Py_None ? short_cut : start);
   new (&self->ranks) Attribute(name_ranks);
   self->rank_place = rank_place;
   const Py_ssize_t group_place = Placed::place_of(names, name_group);
   self->group_place = group_place < 0 ? PyTuple_GET_SIZE(names) : group_place;
+  self->async_place = start == Py_None ? -1 : Placed::place_of(names, name_async_op);
   self->names = Py_NewRef(names);
   self->defaults = Py_NewRef(defaults);
   if (handle != Py_None) self->handle = Py_NewRef(handle);
@@ -207,6 +218,7 @@ void destroy(PyObject* object) {
   clear(object);
   std::destroy_at(&self->world);
   std::destroy_at(&self->short_cut);
+  std::destroy_at(&self->start);
   std::destroy_at(&self->ranks);
   type->tp_free(object);
   Py_DECREF(type);
@@ -246,6 +258,7 @@ void bind_verb(py::module_& m);  // module.cpp
 
 void bind_verb(py::module_& m) {
   name_world = PyUnicode_InternFromString("world");
+  name_async_op = PyUnicode_InternFromString("async_op");
   name_group = PyUnicode_InternFromString("group");
   name_ranks = PyUnicode_InternFromString("_ranks");
   PyObject* const type = PyType_FromSpec(&spec);

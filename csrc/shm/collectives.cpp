@@ -14,10 +14,14 @@ constexpr std::size_t kCopiedTo = 4096;  // up to here copying costs less than a
 }  // namespace
 
 // The exchange of a message that fits a slot; `bytes` is 0 on a rank that only reads.
-void Group::exchange(const Call& call, const void* data, std::size_t bytes) {
-  if (bytes > 0) put(payload(rank_, bytes), data, bytes);
-  publish(call);
+bool Group::exchange(const Call& call, const void* data, std::size_t bytes) {
+  if (call.step != Step::kEnd) {
+    if (bytes > 0) put(payload(rank_, bytes), data, bytes);
+    publish(call);
+  }
+  if (call.step == Step::kStart) return false;
   meet(call, bytes);
+  return true;
 }
 
 void Group::agree(void* output, const void* input, std::size_t bytes, const Call& call) {
@@ -26,12 +30,9 @@ void Group::agree(void* output, const void* input, std::size_t bytes, const Call
   for (int r = 0; r < ranks_; ++r) std::memcpy(bytes_of(output) + static_cast<std::size_t>(r) * bytes, payload(r, bytes), bytes);
 }
 
-void Group::barrier(std::int64_t timeout_ns) {
-  Call call{Verb::kBarrier};
-  call.timeout_ns = timeout_ns;
+void Group::barrier(const Call& call) {
   const Entry entry(*this, call);
-  publish(call);
-  meet(call);
+  exchange(call, nullptr, 0);
 }
 
 // -- all_reduce -----------------------------------------------------------------------------------------------------------
@@ -40,15 +41,17 @@ void Group::all_reduce(void* output, const void* input, const Call& call) {
   const Entry entry(*this, call);
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   if (ranks_ == 1) {
+    if (call.step == Step::kStart) return;
     inputs_[0] = input;
     factors_[0] = call.factor;
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
   if (is_short(call.verb, bytes)) {
-    exchange(call, input, bytes);
-    return all_reduce_in_slots(output, call);
+    if (exchange(call, input, bytes)) all_reduce_in_slots(output, call);
+    return;
   }
   const Places mine = bytes <= kCopiedTo ? Places{} : Places{setup_.heaps->place(input, bytes), setup_.heaps->place(output, bytes)};
+  if (call.step == Step::kStart && (mine.are_shared() || ranks_ > 2)) return;
   if (ranks_ == 2) return all_reduce_in_one_shot(bytes_of(output), bytes_of(input), call, mine);
   all_reduce_in_windows(bytes_of(output), bytes_of(input), call, mine);
 }
@@ -126,7 +129,7 @@ void Group::reduce(void* output, const void* input, const Call& call) {
     reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call);
   };
   if (is_short(call.verb, bytes)) {
-    exchange(call, input, bytes);
+    if (!exchange(call, input, bytes)) return;
     for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, bytes);
     return reduce_piece(0, bytes);
   }
@@ -147,8 +150,9 @@ void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
   const auto mine = static_cast<std::size_t>(rank_);
   if (is_short(call.verb, n * bytes)) {
     const std::size_t length = row.are_one(bytes) ? n * bytes : bytes;
-    for (std::size_t at = 0; at < n * bytes; at += length) put(payload(rank_, n * bytes) + at, row(at / bytes), length);
-    publish(call);
+    for (std::size_t at = 0; call.step != Step::kEnd && at < n * bytes; at += length) put(payload(rank_, n * bytes) + at, row(at / bytes), length);
+    if (call.step != Step::kEnd) publish(call);
+    if (call.step == Step::kStart) return;
     meet(call, n * bytes);
     load_factors(call);
     for (int r = 0; r < ranks_; ++r) inputs_[r] = payload(r, n * bytes) + mine * bytes;
@@ -160,6 +164,7 @@ void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
   const Place place = row.lie_by_themselves() ? 0 : setup_.heaps->place(row(0), whole);
   const bool has_met = place != 0;
   if (has_met) {
+    if (call.step == Step::kStart) return;
     publish(call, Places{place, place});
     meet(call);
     if (count_shared() == ranks_) {  // each reads the part that is its own from the inputs themselves

@@ -161,6 +161,10 @@ void Group::close() {
     (void)mailbox_.release();  // a forked child has nothing to leave, nor the helper thread that this would join
     return;
   }
+  if (claim()) {
+    const Claim claimed{*this};
+    if (started_ != nullptr) look_at_started();
+  }
   mailbox_->close();
   waiter_->leave();
   Control& control = *reinterpret_cast<Control*>(area_);
@@ -174,10 +178,13 @@ void Group::record_on(std::shared_ptr<Log> log) {
   mailbox_->record_on(log_.get());
 }
 
-Group::Entry::Entry(Group& group, const Call& call) : group_(group) {
+Group::Entry::Entry(Group& group, const Call& call) : group_(group), step_(call.step) {
+  if (step_ == Step::kEnd) return;  // it was entered when it was started
   const char* const verb = verb_name(call.verb);
-  if (group.is_busy_.exchange(true, std::memory_order_acquire))
-    throw Misuse("other thread", group.waiter_->where(verb));
+  if (step_ == Step::kWhole) {
+    if (!group.claim()) group.claim_after_waiters(verb);
+    if (__builtin_expect(group.started_ != nullptr, 0)) group.end_before_another();
+  }
   store_relaxed(group.seq_, group.seq_ + 1);  // where() reads it, for a second thread too
   group.deadline_ = Deadline{call.timeout_ns > 0 ? call.timeout_ns : group.setup_.timeout_ns};
   const bool is_child = group.is_in_child();
@@ -188,7 +195,7 @@ Group::Entry::Entry(Group& group, const Call& call) : group_(group) {
     }
     return;
   }
-  group.is_busy_.store(false, std::memory_order_release);
+  if (step_ == Step::kWhole) group.unclaim();
   if (group.is_closed_) throw Misuse("closed by this rank", group.waiter_->where(verb));
   if (is_child) throw Misuse("forked", group.waiter_->where(verb));
   group.waiter_->throw_if_broken(verb);
@@ -203,13 +210,19 @@ void Group::record() {
 }
 
 Group::Entry::~Entry() {
+  if (step_ == Step::kStart) {
+    if (group_.is_published()) return;
+    group_.unrecorded_ = nullptr;
+    store_relaxed(group_.seq_, group_.seq_ - 1);
+    return;
+  }
   if (group_.unrecorded_ != nullptr) group_.record();
   if (std::exchange(group_.is_recorded_, false)) group_.log_->end();
   // The slot that comes next was read by everybody two calls ago; asking for its lines now, as many as this call took, spares the
   // next call that wait.
   const unsigned char* const next = group_.slot(group_.rank_, group_.seq_ + 1);
   for (int line = 0; line <= group_.lines_; ++line) prefetch_for_write(next + line * kLine);
-  group_.is_busy_.store(false, std::memory_order_release);
+  if (step_ == Step::kWhole) group_.unclaim();
 }
 
 // -- the exchange ---------------------------------------------------------------------------------------------------------

@@ -20,12 +20,20 @@
 // enough that w-2, w-1 and w do not touch.
 // A rank that only fills, the root of a broadcast, may be further ahead, by small windows: all that it is ahead is less than one
 // large one, which is what the others may still read when it fills the first of its next call.
+// [Note: started calls]
+// A call that does not block is begun by who makes it: what it sends lies where the others look for it, and its header is published,
+// so they need nothing more of this rank. The rest is done when its caller waits or asks for it, or at this rank's next call, which comes
+// after it. So no thread has to be woken (two of Zen 5's cores: 42 us), and nobody waits in the middle of it. The function that does the call
+// runs twice, up to where it would wait and on from there (Call::step). What has more to send than it may lay down at once is not started.
+//
 // The ring is longer than that for speed: on AMD's Zen 3 a line that both cores still hold in their L2 costs 10 ns to write and
 // read again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
 #pragma once
 
 #include <atomic>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -51,6 +59,9 @@ enum class Verb : std::uint8_t {
   kBarrier = 0, kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kAllToAll, kGather, kScatter, kNewGroup,
 };
 
+// How much of a call its function is to do; [Note: started calls].
+enum class Step : std::uint8_t { kWhole, kStart, kEnd };
+
 // What a rank calls; compared with what the others call.
 struct Call {
   Verb verb;
@@ -61,12 +72,26 @@ struct Call {
   double factor = 1.0;
   std::int64_t timeout_ns = 0;  // 0: the group's
   bool is_plan = false;         // this exchange is only the start of it: a plan follows, or a new group
+  Step step = Step::kWhole;     // of this rank alone
 };
 
 const char* verb_name(Verb verb);
 bool has_root(Verb verb);
 
 struct Part;  // parts.h
+
+// A call under way; [Note: started calls].
+struct Started {
+  Verb verb;
+  std::size_t bytes;                   // so many at most are read or written when it ends
+  std::int64_t timeout_ns;
+  std::function<void(Step)> run;
+  std::atomic<bool> is_done{false};
+  std::exception_ptr error;            // what it ended with, if not well
+
+  bool has_ended() const { return is_done.load(std::memory_order_acquire); }
+  bool has_ended_well() const { return error == nullptr || (std::rethrow_exception(error), false); }  // throws what it ended with
+};
 
 class Group {
  public:
@@ -115,7 +140,7 @@ class Group {
 
   // Collectives. `call.numel` counts the elements of one rank's part: of the buffer itself in all_reduce, reduce and
   // broadcast, of the smaller buffer in the others. `output` may be `input` where the two are of one size.
-  void barrier(std::int64_t timeout_ns);
+  void barrier(const Call& call);
   void all_reduce(void* output, const void* input, const Call& call);
   void reduce(void* output, const void* input, const Call& call);
   void reduce_scatter(void* output, const Blocks& input, const Call& call);
@@ -129,6 +154,15 @@ class Group {
   void all_to_all(void* const* outputs, const void* const* inputs, const std::size_t* output_splits, const std::size_t* input_splits,
                   const Call& call);
   static bool may_be_read(std::size_t bytes);  // a part of that length, there
+
+  // Starts a call that `run` makes, and which moves `bytes` at most. Null, and nothing is done, if it has to be made as a whole.
+  std::shared_ptr<Started> start(Verb verb, std::size_t bytes, std::function<void(Step)> run);
+  // Ends it if that needs nobody any more, and says whether it has ended. Throws its error.
+  bool test(Started& started);
+  // Blocks until it has ended. Throws its error; or Late after `timeout_ns`, unless that is 0, and then it is under way still.
+  void wait(Started& started, std::int64_t timeout_ns);
+  // Waits until the one that is under way, if any, has ended, well or not; false after `timeout_ns`.
+  bool drain(std::int64_t timeout_ns);
 
   // Every rank's `input`, of `bytes` up to a slot, one after the other: how the ranks agree on a call that is not carried here.
   void agree(void* output, const void* input, std::size_t bytes, const Call& call);
@@ -176,7 +210,26 @@ class Group {
 
    private:
     Group& group_;
+    const Step step_;
   };
+
+  // One thread at a time is in a call, or ends one that was started: who has the claim.
+  bool claim() { return !is_busy_.exchange(true, std::memory_order_acquire); }
+  void unclaim() { is_busy_.store(false, std::memory_order_release); }
+  struct Claim {
+    ~Claim() { group.unclaim(); }
+    Group& group;
+  };
+  void claim_after_waiters(const char* verb);  // where another thread has it; throws Misuse if that makes a call of its own
+  // The rest of [Note: started calls], with the claim.
+  bool is_published() const { return load_relaxed(header(rank_).seq) == seq_; }
+  int not_come() const;    // the first rank whose header of the started call has not; -1 if all have
+  void end_started();      // waits as a call does; its errors are for who asks for it, but for those of a signal handler
+  void end_before_another();  // the same, and unclaims if that throws
+  void look_at_started();  // ends it if that needs nobody any more
+  void await_started(Deadline& deadline, bool is_users);
+  void take_turn(int turns);  // of waiting for another thread, after so many; without the claim
+  void finish_started(std::exception_ptr error);
 
   struct Places {  // where this rank's buffers lie; travels in the header's payload
     Place input, output;
@@ -234,7 +287,8 @@ class Group {
   void await_windows(const char* verb, std::uint64_t ahead = 0, int spins = kSpinsAlone);  // everybody's, but for the last `ahead`
   void sync(const char* verb, int spins = kSpinsAlone);  // returns once every rank has called it
 
-  void exchange(const Call& call, const void* data, std::size_t bytes);
+  // False where the call is only started: the payloads have yet to come.
+  bool exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes, bool is_long = false) const;  // into memory that others will read
   void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece. The windows
@@ -316,6 +370,7 @@ class Group {
   void walk_ring(const char* verb, std::size_t bytes, Stage stage);
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
+  bool is_due(std::size_t bytes) const;  // whether it would measure after such a call
   void measure_line(const char* verb);
   template <class Round>
   std::int64_t time_rounds(Round round);
@@ -360,6 +415,9 @@ class Group {
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured
   std::atomic<bool> is_busy_{false};
+  std::shared_ptr<Started> started_;   // the call that was started and has not ended; none begins before
+  std::atomic<int> waiters_{0};        // threads that wait for one
+  std::int64_t looked_ns_ = 0;         // when it was last looked who is lost
 };
 
 template <class Run>

@@ -23,10 +23,6 @@ constexpr std::chrono::microseconds kHelpAfter{500}, kHelpAfterBusy{4000};
 constexpr std::chrono::milliseconds kOnlook{1};  // between two looks whether another thread still drives the messages on,
 constexpr int kOnlooksAround = 8;                // and so many of those between two looks around
 
-void start_clock(Deadline& deadline) {
-  if (deadline.at_ns == 0) deadline.at_ns = monotonic_ns() + deadline.timeout_ns;
-}
-
 // What the board says of a wait for a message goes with the wait.
 struct OnBoard {
   explicit OnBoard(Log* log_) : log(log_) {}
@@ -168,7 +164,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
       } else if (idle == spins_) {
         waiter_.about_to_block();
         idle_since = monotonic_ns();
-        start_clock(deadline);
+        deadline.start();
       } else if (monotonic_ns() - idle_since < yield_ns_) {
         sched_yield();
       } else {
@@ -203,7 +199,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
 void Mailbox::look_on(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
   for (int looks = 1; is_driven_ && !message.is_done; ++looks) {
     waiter_.about_to_block();
-    start_clock(deadline);
+    deadline.start();
     ++onlookers_;
     changed_.wait_for(lock, kOnlook);
     --onlookers_;

@@ -24,9 +24,12 @@ constexpr double kStreamsWin = 0.9;              // non-temporal stores are chos
 
 void Group::account(std::size_t bytes, const char* verb) {
   if (ranks_ == 1) return;
+  const bool is_time = is_due(bytes);
   traffic_bytes_ += kCallBytes + bytes;
-  if (traffic_bytes_ >= kMeasureEvery) measure_line(verb);
+  if (is_time) measure_line(verb);
 }
+
+bool Group::is_due(std::size_t bytes) const { return ranks_ > 1 && traffic_bytes_ + kCallBytes + bytes >= kMeasureEvery; }
 
 void Group::measure_line(const char* verb) {
   // Cache lines travel in 30 ns between cores that share an L3 and in 250 ns between those that do not, and a virtual

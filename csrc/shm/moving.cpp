@@ -25,8 +25,7 @@ void Group::broadcast(void* data, const Call& call) {
   const std::size_t bytes = call.numel * item_bytes(call.dtype);
   const bool is_root = rank_ == call.root;
   if (is_short(call.verb, bytes)) {
-    exchange(call, data, is_root ? bytes : 0);
-    if (!is_root) copy(data, payload(call.root, bytes), bytes);
+    if (exchange(call, data, is_root ? bytes : 0) && !is_root) copy(data, payload(call.root, bytes), bytes);
     return;
   }
   const bool is_streamed = results_.of(data, bytes, bytes);
@@ -41,6 +40,7 @@ void Group::broadcast(void* data, const Call& call) {
         });
   };
   if (!may_deliver(bytes)) return stage(false);
+  if (call.step == Step::kStart) return;
   const std::size_t share = bytes < kWriteFrom ? 0 : bytes / static_cast<std::size_t>(ranks_) / kLine * kLine;
   deliver(call, call.root, data, bytes, share, [] {}, [&] { stage(true); });
 }
@@ -50,7 +50,7 @@ void Group::all_gather(const Blocks& output, const void* input, const Call& call
   const std::size_t bytes = call.numel * item_bytes(call.dtype), n = static_cast<std::size_t>(ranks_);
   const auto block = [&](int r) { return output(static_cast<std::size_t>(r)); };
   if (is_short(call.verb, bytes)) {
-    exchange(call, input, bytes);
+    if (!exchange(call, input, bytes)) return;
     for (int r = 0; r < ranks_; ++r) copy(block(r), payload(r, bytes), bytes);
     return;
   }
@@ -67,6 +67,7 @@ void Group::all_gather(const Blocks& output, const void* input, const Call& call
         });
   };
   if (bytes < kDirectFrom || bytes > kDirectTo || !may_go_directly(chosen_.exchanges_directly.of(bytes))) return stage(false);
+  if (call.step == Step::kStart) return;
   publish(call, source_of(input));
   meet(call);
   const auto read = [&] {

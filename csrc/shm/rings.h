@@ -43,12 +43,21 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
     const auto part = [&](int rank, std::size_t i) { return staged(rank, window.place + i * window.stride + at); };
     function(part, window.offset + at, std::min(block, window.bytes - at));
   };
+  if (call.step == Step::kStart && load.total > piece) return;
   use_ring();
+  const std::size_t cursor = cursor_;
   Window now = take_window(0);
-  for (std::size_t at = 0; at < now.bytes; at += block) apply(fill, now, at);
-  publish_in_windows(call, load);
+  if (call.step != Step::kEnd) {
+    for (std::size_t at = 0; at < now.bytes; at += block) apply(fill, now, at);
+    publish_in_windows(call, load);
+  }
+  if (call.step == Step::kStart) {
+    publish_window(window_);
+    cursor_ = cursor;  // it is taken when the call ends
+    return;
+  }
   bool has_come = meet_in_windows(call, load);
-  if (!has_come) publish_window(window_);
+  if (!has_come && call.step == Step::kWhole) publish_window(window_);
   bool is_last = false;
   for (std::uint64_t i = 0; !is_last; ++i, ++window_) {
     if (!has_come && i >= ahead) await_windows(verb, ahead);

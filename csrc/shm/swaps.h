@@ -58,13 +58,17 @@ void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
   const auto fill_first = [&](std::size_t from, std::size_t to) {
     for (std::size_t at = from; at < to; at += block) apply(fill, region(round_), 0, at, std::min(to, load.total));
   };
-  use_region();
-  fill_first(0, stride);
-  publish_in_windows(call, load);
-  fill_first(stride, piece);  // while the header is on its way
-  if (steps > 1) publish_window(window_ + steps - 1);
+  if (call.step == Step::kStart && load.total > piece) return;
+  if (call.step != Step::kEnd) {
+    use_region();
+    fill_first(0, stride);
+    publish_in_windows(call, load);
+    fill_first(stride, piece);  // while the header is on its way
+    if (steps > 1 || call.step == Step::kStart) publish_window(window_ + steps - 1);
+  }
+  if (call.step == Step::kStart) return;
   const bool has_come = meet_in_windows(call, load);  // the first step of every rank, with its header
-  if (!has_come && steps == 1) publish_window(window_);
+  if (!has_come && steps == 1 && call.step == Step::kWhole) publish_window(window_);
   for (std::size_t offset = 0; offset < load.total; offset += piece, ++round_) {
     const std::size_t end = std::min(piece, load.total - offset), next_end = std::min(piece, load.total - offset - end);
     unsigned char* const window = region(round_ + 1);  // which the other rank has filled

@@ -50,7 +50,7 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
   const auto is_ready = [&] { return load_acquire(word) >= target; };
   setup_.about_to_block();
   const std::int64_t start = monotonic_ns();
-  if (deadline.at_ns == 0) deadline.at_ns = start + deadline.timeout_ns;
+  deadline.start();
   do {
     sched_yield();
     if (is_ready()) {

@@ -79,6 +79,9 @@ struct Failure {
 struct Deadline {
   std::int64_t timeout_ns;
   std::int64_t at_ns = 0;
+  void start() {
+    if (at_ns == 0) at_ns = monotonic_ns() + timeout_ns;
+  }
 };
 
 class Waiter {

@@ -48,6 +48,7 @@ void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   const bool tries_exchange = may_swap(call.verb) && !chosen_.swaps.of(load.total).has_value();
   const bool tries_one_way = goes_one_way && !chosen_.one_way_by.of(load.total).has_value();
   if (tries_exchange || tries_one_way) {
+    if (call.step == Step::kStart) return;
     publish_in_windows(call, load);
     meet_in_windows(call, load);
     load.has_met = true;

@@ -17,12 +17,21 @@ from ..algorithms._agreement import count_call
 from ..algorithms.engine import Engine
 from ..algorithms.executor import Collective
 from ..algorithms.selection import Choice, Selector
-from ..errors import ConfigError, TransportError
+from ..errors import ConfigError, TransportError, forget_locals
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
 from .board import Recorder
-from .hooks import SHORT_CUT_MESSAGES, SHORT_CUT_VERBS, CollectiveRecord, as_chosen, make_record, not_now, observed
+from .hooks import (
+    SHORT_CUT_MESSAGES,
+    SHORT_CUT_STARTS,
+    SHORT_CUT_VERBS,
+    CollectiveRecord,
+    as_chosen,
+    make_record,
+    not_now,
+    observed,
+)
 from .observed import Observed
 from .scope import Scope, Turn, Turns
 from .short_frames import short_cuts_by_frames
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from .compression_wire import CompressionReport
     from .futures import Tellers
     from .group_compression import GroupCompression
+    from .lazy_work import StartedWork
 
 __all__ = ["Call", "CollectiveRecord", "Group"]
 
@@ -67,12 +77,13 @@ class Call(NamedTuple):
 class Group(Observed):
     """Ranks that communicate. Made by ``pycomm.init``, ``new_group`` and ``split``; one thread at a time uses it.
 
-    Calls run in the order in which they were made: a collective with ``async_op=True`` runs on the group's own worker
-    thread, and a later call waits for it first. As a context manager it closes itself at the end.
+    Calls run in the order in which they were made: a collective with ``async_op=True`` is started by a short cut, or
+    runs on the group's own worker thread, and a later call waits for it first. As a context manager it closes itself at
+    the end.
 
-    The ``fast_*`` attributes are the transport's short cuts, taken by the verbs directly; they are ``not_now`` while
-    asynchronous calls are outstanding or the group is closed, and those of collectives also while all_reduces are being
-    coalesced or a start hook is attached.
+    The ``fast_*`` and ``start_*`` attributes are the transport's short cuts, taken by the verbs directly; they are
+    ``not_now`` while the worker thread has calls to run or the group is closed, and those of collectives also while
+    all_reduces are being coalesced or a start hook is attached.
     """
 
     __slots__ = (
@@ -92,6 +103,7 @@ class Group(Observed):
         *(f"fast_{verb}" for verb in (*SHORT_CUT_VERBS, *SHORT_CUT_MESSAGES)),
         "name",
         "orphans",
+        *(f"start_{verb}" for verb in SHORT_CUT_STARTS),
         "timeout_s",
         "transport",
     )
@@ -113,6 +125,12 @@ class Group(Observed):
     fast_reduce_scatter_single: Callable[..., bool]
     fast_scatter: Callable[..., bool]
     fast_send: Callable[..., Any]
+    start_all_gather_single: Callable[..., Any]
+    start_all_reduce: Callable[..., Any]
+    start_barrier: Callable[..., Any]
+    start_broadcast: Callable[..., Any]
+    start_reduce: Callable[..., Any]
+    start_reduce_scatter_single: Callable[..., Any]
 
     def __init__(
         self,
@@ -252,6 +270,19 @@ class Group(Observed):
         self._refresh_fast()
         return work
 
+    def hand_over(self, work: StartedWork) -> None:
+        """Has the worker thread wait for ``work``, so that its future completes, in the order of the calls."""
+
+        def job() -> None:
+            try:
+                work.wait()
+            except BaseException as error:  # goes to whoever asks the future
+                forget_locals(error)
+                work._tell_future(error)
+
+        self._worker.submit(job, work.future)
+        self._refresh_fast()
+
     def exchanger(self, nbytes: int) -> Callable[[torch.Tensor, str], torch.Tensor]:
         """Returns what swaps frames ``(nbytes,)``, bytes in host memory, with all ranks: ``(world_size, nbytes)``.
 
@@ -383,6 +414,7 @@ class Group(Observed):
     def _refresh_fast(self) -> None:
         """Sets the ``fast_*`` attributes to the transport's short cuts if they may be taken now."""
         fast: dict[str, Callable[..., Any]] = {}
+        starts: dict[str, Callable[..., Any]] = {}
         is_free = self._worker.is_free and not self._is_closed
         is_plain = self._pending is None and not self._start_hooks and not self._data_hooks
         if is_free and is_plain and self._engine is not None:
@@ -392,6 +424,10 @@ class Group(Observed):
                 for verb in SHORT_CUT_VERBS
                 if verb in offered and selector.is_always_native(as_chosen(verb))
             }
+            if not self._hooks:
+                starts = {
+                    f"start_{verb}": offered.get(f"start_{verb}", not_now) for verb in SHORT_CUT_STARTS if verb in fast
+                }
             if not fast and not self._hooks:  # which are told of the algorithm
                 fast = short_cuts_by_frames(self, self._recorder)
         if self._hooks:
@@ -400,6 +436,8 @@ class Group(Observed):
             fast |= {verb: each for verb, each in self.transport.fast.items() if verb in SHORT_CUT_MESSAGES}
         for verb in (*SHORT_CUT_VERBS, *SHORT_CUT_MESSAGES):
             setattr(self, f"fast_{verb}", fast.get(verb, not_now))
+        for verb in SHORT_CUT_STARTS:
+            setattr(self, f"start_{verb}", starts.get(f"start_{verb}", not_now))
 
     # -- coalescing, see coalescing.py --------------------------------------------------------------------------------
 
@@ -477,6 +515,8 @@ class Group(Observed):
     def _is_idle_by(self, deadline: float) -> bool:
         """Waits until no other thread is inside a call of this group; returns False if ``deadline`` passes before."""
         if not (self._worker.is_this_thread or self._worker.wait(max(deadline - time.monotonic(), 0.0))):
+            return False
+        if not self.transport.drain(max(deadline - time.monotonic(), 0.0)):
             return False
         if self._turns.holder != threading.get_ident():  # else: a signal handler closes it in the middle of a call
             if not self._turns.lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHORT_CUT_MESSAGES",
+    "SHORT_CUT_STARTS",
     "SHORT_CUT_VERBS",
     "CollectiveRecord",
     "DataHook",
@@ -80,12 +81,14 @@ _LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
 }
 SHORT_CUT_VERBS = tuple(_LARGEST_AND_OP)
 SHORT_CUT_MESSAGES = ("batch_isend_irecv", "irecv", "isend", "recv", "send")  # of which hooks are not told
+# What one may start, to be waited for later; while hooks are attached nobody does.
+SHORT_CUT_STARTS = ("all_gather_single", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter_single")
 _ON_LISTS = ("all_gather", "reduce_scatter", "all_to_all")
 _OF_ONE_RANK = ("gather", "scatter", *_ON_LISTS)  # that argument, or the first tensor of it, is one rank's part
 
 
 def not_now(*_arguments: object) -> bool:
-    """The short cut that is never taken: what stands in a group's ``fast_*`` while it has none, or may not use it."""
+    """The short cut that is never taken: stands in a group's ``fast_*`` and ``start_*`` while it may take no other."""
     return False
 
 

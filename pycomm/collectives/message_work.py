@@ -1,10 +1,7 @@
-"""Handles of messages. A message moves on when somebody waits or asks, and its handle has a future only if somebody
-wants one: to make that takes longer than a short message, and a thread that waits, so that the future completes.
-"""
+"""Handles of messages."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,44 +10,23 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from ..config import limit_s
-from ..errors import CollectiveTimeoutError, NativeUnavailableError, TransportError, forget_locals
-from ..ops import native
-from ..transport.base import has_ended
-from .work import Work
+from ..errors import CollectiveTimeoutError, TransportError, forget_locals
+from .lazy_work import LazyWork, ShmHandle
 
 if TYPE_CHECKING:
-    from .._native import ShmMessage
     from ..transport.base import Request
-    from .futures import Tellers
     from .group import Group
-else:
-    try:
-        ShmMessage = native().ShmMessage
-    except NativeUnavailableError:  # then no transport has short cuts either
-
-        class ShmMessage:
-            """Nobody makes one."""
-
 
 __all__ = ["MessageWork", "NativeWork", "NativeWorkInGroup", "RequestWork"]
 
-_log = logging.getLogger("pycomm")
 _A_LOOK_S = 1e-3  # left to who has waited for another thread all the time that it had
-_futures = threading.Lock()  # guards which messages have one, and which of those have been told
 
 
-class MessageWork(Work):
-    """A message under way. ``group.orphans`` takes it over if this handle is dropped before it is complete."""
+class MessageWork(LazyWork):
+    """A message under way."""
 
-    _group: Group
-    _verb: str  # "isend" or "irecv"
     _peer: int | None  # the rank of the group at the other end; None if it may be any
-    _value: Any  # the caller's tensor
-    _ending: Request  # ends with the message, and keeps its memory alive until then
-    _is_done: bool
-    _error: BaseException | None
     _is_global = True  # ``source_rank`` tells global ranks
-    _is_told = False  # the future, of how the message has ended
     is_message = True
 
     @property
@@ -60,30 +36,8 @@ class MessageWork(Work):
         toward = "from" if self._verb == "irecv" else "to"
         return f"{self._verb} {toward} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
 
-    @property
-    def tellers(self) -> Tellers:  # type: ignore[override]
-        return self._group.tellers
-
-    @property
-    def future(self) -> Future[Any]:
-        with _futures:
-            is_new = self._future is None
-            future = self._future = self._future or Future()
-        if self._is_done:
-            self._tell_future()
-        elif is_new:
-            threading.Thread(target=_wait_and_tell, args=(self,), name="pycomm-message", daemon=True).start()
-        return future
-
-    def result(self, timeout: float | timedelta | None = None) -> Any:
-        self.wait(timeout)
-        return self._value
-
-    def exception(self) -> BaseException | None:
-        if not self.is_completed():
-            return None
-        self._is_asked = True
-        return self._error
+    def _have_waited_for(self) -> None:
+        threading.Thread(target=_wait_and_tell, args=(self,), name="pycomm-message", daemon=True).start()
 
     def source_rank(self) -> int:
         """Returns the global rank that the message came from. Raises TransportError before it is complete."""
@@ -94,33 +48,11 @@ class MessageWork(Work):
 
     _source_rank = source_rank  # as torch.distributed spells it
 
-    def _tell_future(self, error: BaseException | None = None) -> None:
-        """Of how the message has ended, or of the ``error`` with which the thread gave up; once, the first time."""
-        assert self._future is not None
-        with _futures:
-            is_told, self._is_told = self._is_told, True
-        error = self._error if error is None else error
-        if is_told:
-            return
-        if error is not None:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self._value)
-
-    def _left(self) -> None:
-        """As the handle is dropped: nobody has waited until the message ended, or heard how."""
-        if not self._is_done:
-            # Its memory is in use until the message is complete, and a transport may call back what nobody holds.
-            orphans = self._group.orphans
-            orphans[:] = [request for request in orphans if not has_ended(request)]
-            orphans.append(self._ending)
-        elif self._error is not None and not self._is_asked:
-            _log.error("%s failed, and its handle was dropped without a wait: %s", self._description, self._error)
-
 
 class RequestWork(MessageWork):
     """A message of any transport."""
 
+    _ending: Request = None  # type: ignore[assignment]
     _future: Future[Any] | None = None
     _is_asked = False
     _is_done = False
@@ -198,15 +130,15 @@ class RequestWork(MessageWork):
                 self._tell_future()
 
 
-class NativeWork(ShmMessage, MessageWork):
-    """A message of a short cut: to wait for it, to ask and to drop it is native (``message_handle.cpp``)."""
+class NativeWork(ShmHandle, MessageWork):
+    """A message of a short cut: to wait for it, to ask and to drop it is native (``handle.cpp``)."""
 
     @property
     def _peer(self) -> int | None:  # type: ignore[override]
         return None if self.source < 0 else self.source
 
     @property
-    def _ending(self) -> Request:  # type: ignore[override]
+    def _ending(self) -> Request:
         return cast("Request", self)  # it has what one has
 
 

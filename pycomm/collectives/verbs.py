@@ -28,6 +28,8 @@ from ..sizes import whole_number
 from ..types import ReduceOp
 from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve, root_rank, state
 from .group import Call, Group
+from .hooks import SHORT_CUT_STARTS
+from .lazy_work import StartedWork
 from .sparse import all_reduce_sparse
 from .tensors import Flat, as_tensor, check_in_place, flatten
 from .work import Work
@@ -67,13 +69,17 @@ def with_short_cut(name: str, rank: str | None = None, handle: object = None) ->
     The argument ``rank`` is a global rank, and one of the group to the short cut. Where the verb returns handles, what
     they are made of (``handle``: their class, or ``batch_kinds``) and the group follow the caller's arguments.
     """
+    verb_name = name.removeprefix("fast_")
+    start = f"start_{verb_name}" if verb_name in SHORT_CUT_STARTS else None
 
     def decorate(function: _Function) -> _Function:
         code = function.__code__
         names, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
         place = -1 if rank is None else names.index(rank)
         try:
-            verb = native().Verb(function, state, name, place, names, defaults, handle)
+            verb = native().Verb(
+                function, state, name, place, names, defaults, handle if start is None else StartedWork, start
+            )
         except NativeUnavailableError:  # then no transport has short cuts either
             return function
         return cast(_Function, functools.update_wrapper(verb, function))

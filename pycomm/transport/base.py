@@ -98,7 +98,8 @@ class Transport(ABC):
     yet and the ordinary path must serve (it also words the error). They are what a call of a few hundred nanoseconds
     is made of. Of messages ``send`` answers True and ``recv`` the source. ``isend`` and ``irecv`` take, behind those
     arguments, the class of handles that users get, which is derived from the transport's own, and the Group that such a
-    handle asks; they answer one, whose errors say where they happened.
+    handle asks; they answer one, whose errors say where they happened. So do those of ``start_`` and a verb, which make
+    a call that nobody waits for; the next call does, and ``drain``.
 
     ``messages_are_free`` says that messages move by themselves, and that any thread may start one, at any time: also
     while another is inside a collective.
@@ -288,6 +289,10 @@ class Transport(ABC):
     def abandon(self) -> None:
         """This rank leaves a call in the middle (Ctrl-C): the group is broken, here and for those that wait for it."""
         return None
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for the calls that short cuts have started, however they end; returns False after ``timeout_s``."""
+        return True
 
     def supports(self, verb: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
         """Whether ``verb`` is carried whole for this element type and operator."""

@@ -189,6 +189,9 @@ class ShmTransport(Transport):
     def abandon(self) -> None:
         self._group.abandon()
 
+    def drain(self, timeout_s: float) -> bool:
+        return bool(self._group.drain(max(timeout_s, 1e-9)))
+
     def exchange(self, frame: torch.Tensor, verb: str, timeout_s: float | None) -> torch.Tensor:
         frames = torch.empty((self.world_size, frame.numel()), dtype=torch.uint8, device="cpu")
         call = CODES[verb], 0, 0, 0, frame.numel()

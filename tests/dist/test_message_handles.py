@@ -275,7 +275,7 @@ def take_the_short_cut(rank: int) -> None:
     pycomm.recv(torch.zeros(2), 1 - rank)
     work.wait()
     assert isinstance(work, NativeWork)
-    with pytest.raises(TypeError, match="made by isend and irecv"):
+    with pytest.raises(TypeError, match="made by isend, irecv"):
         NativeWork()
 
 

@@ -188,7 +188,7 @@ void barriers(int rank, Group& world) {
       const struct timespec nap{0, 1'000'000};
       nanosleep(&nap, nullptr);
     }
-    world.barrier(0);
+    world.barrier({Verb::kBarrier});
     float one = 1;
     world.all_reduce(&one, &one, call_of(Verb::kAllReduce, 1));
     expect(one == static_cast<float>(world.ranks()), "a small all_reduce");

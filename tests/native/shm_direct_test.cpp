@@ -132,7 +132,7 @@ void read_too_late() {
   std::vector<float> data[] = {std::vector<float>(kNumel), std::vector<float>(kNumel)};  // of both, for as long as they are read
   comes_after = &has_given_up;  // rank 0, who alone reads
   run("a late reader", host, [&](int rank, Group& world) {
-    world.barrier(0);
+    world.barrier({Verb::kBarrier});
     expect_throw<Timeout>("a call that was given up", [&] { world.broadcast(data[rank].data(), call_of(Verb::kBroadcast, kNumel, 1, rank == 1 ? 0.02 : 0)); });
     has_given_up = true;
   });
@@ -192,7 +192,7 @@ void exchange_offers(int rank, Group& group, const std::string& what) {
   expect_throw<Mismatch>("an offer of another length, " + what, [&] { box.wait(wrong, kPatienceNs); });
   box.wait(sent, kPatienceNs);
   expect(shorter == std::vector<float>(kOffered - 1, -1.0f), "that writes nothing, " + what);
-  group.barrier(0);
+  group.barrier({Verb::kBarrier});
 }
 
 void take_offers() {
@@ -227,7 +227,7 @@ void try_offers() {
       const Sent receive = start_receive(group, got, 1), send = start_send(group, data, 1);
       group.mailbox().wait(send, kPatienceNs), group.mailbox().wait(receive, kPatienceNs);
       expect(got[i] == -1.0f && same(got.data() + i + 1, expected.data() + i + 1, kOffered - i - 1), "one of many exchanges");
-      group.barrier(0);  // so that neither withdraws what it offers
+      group.barrier({Verb::kBarrier});  // so that neither withdraws what it offers
     }
   });
   expect(reads > 0, "offers are tried");
@@ -280,7 +280,7 @@ void withdraw_offers() {
     if (rank == 0) expect(reads == before, "it went through the channel");
     group.mailbox().wait(receive, kPatienceNs);
     expect(same(got, input_of(1 - rank, kOffered)), "and is whole");
-    group.barrier(0);
+    group.barrier({Verb::kBarrier});
   });
 }
 

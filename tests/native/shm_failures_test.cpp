@@ -24,7 +24,7 @@ void call(Group& group, int which) {
   for (std::size_t r = 0; r < n; ++r) blocks.push_back(output.data() + r * numel);
   std::vector<std::size_t> splits(n, numel);
   switch (which / 2) {
-    case 0: return group.barrier(0);
+    case 0: return group.barrier({Verb::kBarrier});
     case 1: return group.all_reduce(output.data(), input.data(), call_of(Verb::kAllReduce, numel));
     case 2: return group.reduce(output.data(), input.data(), call_of(Verb::kReduce, numel));
     case 3: return group.reduce_scatter(output.data(), rows_at(input.data(), numel), call_of(Verb::kReduceScatter, numel));
@@ -49,10 +49,10 @@ void die_after(int which) {
     }
     const std::string text = expect_throw<PeerLost>(name, [&] {
       for (int i = 0; i <= which; ++i) call(world, i % kCalls);
-      for (;;) world.barrier(0);  // if rank 1's part was there already
+      for (;;) world.barrier({Verb::kBarrier});  // if rank 1's part was there already
     });
     expect(contains(text, "lost 1 " + std::to_string(host.lives[1]->pid()) + " 9"), name + " names who: " + text);
-    expect_throw<PeerLost>(name + ", later", [&] { world.barrier(0); });
+    expect_throw<PeerLost>(name + ", later", [&] { world.barrier({Verb::kBarrier}); });
     const std::unique_ptr<Group> rest = host.group(rank, {0, 2}, next);
     float one = 1;
     rest->all_reduce(&one, &one, call_of(Verb::kAllReduce, 1));
@@ -69,7 +69,7 @@ void run_out_of_time() {
     const std::string text = expect_throw<Timeout>("timeout", late);
     is_out = true;
     expect(contains(text, rank == 0 ? "late " : "timeout 0 "), "whose time ran out: " + text);
-    expect_throw<Timeout>("after a timeout", [&] { world.barrier(0); });
+    expect_throw<Timeout>("after a timeout", [&] { world.barrier({Verb::kBarrier}); });
   });
 }
 
@@ -91,7 +91,7 @@ void disagree() {
     std::vector<std::size_t> splits(3, 10), others(3, rank == 2 ? 9 : 10);
     const auto split = [&] { world.all_to_all(buffer.data(), buffer.data(), splits.data(), others.data(), call_of(Verb::kAllToAll, 0)); };
     expect(contains(expect_throw<Mismatch>("splits", split), "splits 2 0 9 10"), "the splits are named");
-    world.barrier(0);
+    world.barrier({Verb::kBarrier});
   });
 }
 
@@ -118,11 +118,11 @@ void interrupt() {
   run("interrupt", host, [&](int rank, Group& world) {
     if (rank == 1) {
       while (!has_left) nap_ms(1);
-      const std::string text = expect_throw<PeerLost>("the other is told", [&] { world.barrier(0); });
+      const std::string text = expect_throw<PeerLost>("the other is told", [&] { world.barrier({Verb::kBarrier}); });
       return expect(contains(text, "interrupted 0 "), "and who it was: " + text);
     }
     is_interrupted = true;
-    expect_throw<Interrupt>("interrupt", [&] { world.barrier(0); });
+    expect_throw<Interrupt>("interrupt", [&] { world.barrier({Verb::kBarrier}); });
     is_interrupted = false;
     has_left = true;
   });
@@ -135,15 +135,15 @@ void use_from_two_threads() {
     if (rank == 0) {
       std::thread second([&] {
         nap_ms(100);  // the first is in the barrier by then
-        expect_throw<Misuse>("a second thread", [&] { world.barrier(0); });
+        expect_throw<Misuse>("a second thread", [&] { world.barrier({Verb::kBarrier}); });
         ++refused;
       });
-      world.barrier(0);
+      world.barrier({Verb::kBarrier});
       second.join();
       expect(refused == 1, "the second thread was refused");
     } else {
       while (refused == 0) nap_ms(1);
-      world.barrier(0);
+      world.barrier({Verb::kBarrier});
     }
   });
 }
@@ -167,7 +167,7 @@ void lose_messages() {
     float one = 0;
     Mailbox& box = world.mailbox();
     if (rank == 1) {
-      world.barrier(0);
+      world.barrier({Verb::kBarrier});
       box.wait(box.send(&rank, sizeof rank, 0, 1), 20'000'000'000);
       return;
     }
@@ -175,7 +175,7 @@ void lose_messages() {
     expect_throw<Late>("a message in time", [&] { box.wait(message, 5'000'000); });
     const auto other = box.receive(&one, sizeof one, 1, 2);
     expect(box.give_up(other) && box.test(other), "a receive is taken back");
-    world.barrier(0);
+    world.barrier({Verb::kBarrier});
     box.wait(message, 20'000'000'000);  // which is under way still
     const auto part = box.receive(&one, sizeof one, 1, kLastTag + 1);
     expect_throw<Timeout>("part of a collective", [&] { box.wait(part, 5'000'000); });

@@ -22,16 +22,16 @@ void make_and_leave(int rank, Group& world, const Host& host) {
     group->all_reduce(large.data(), large.data(), call_of(Verb::kAllReduce, large.size()));
     expect(large == std::vector<float>(large.size(), static_cast<float>(members.size())), "a sum in a group of a group");
     group->close();
-    expect_throw<Misuse>("a call after close", [&] { group->barrier(0); });
+    expect_throw<Misuse>("a call after close", [&] { group->barrier({Verb::kBarrier}); });
   }
-  world.barrier(0);
+  world.barrier({Verb::kBarrier});
 }
 
 void leave_early() {
   Host host(2);
   run("a rank that left", host, [](int rank, Group& world) {
     if (rank == 1) return world.close();
-    const std::string text = expect_throw<PeerLost>("a rank that left", [&] { world.barrier(0); });
+    const std::string text = expect_throw<PeerLost>("a rank that left", [&] { world.barrier({Verb::kBarrier}); });
     expect(contains(text, "closed "), "what it did: " + text);
   });
 }

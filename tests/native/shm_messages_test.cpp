@@ -111,7 +111,7 @@ void by_the_helper(int rank, Group& group) {
 void of_absurd_length(int rank, Group& group) {
   static const std::vector<float> data(600'000);
   if (rank == 0) (void)group.mailbox().send(data.data(), std::size_t{1} << 63, 1, 6);
-  group.barrier(0);
+  group.barrier({Verb::kBarrier});
   if (rank != 1) return;
   float one = 0;
   const std::string text = expect_throw<Failed>("an absurd length", [&] {
@@ -129,7 +129,7 @@ void test_messages() {
     run("messages", host, [](int rank, Group& group) {
       for (const auto part : {around_the_end, by_tag, from_anyone, to_oneself, of_wrong_length, from_two_threads, by_the_helper}) {
         part(rank, group);
-        group.barrier(0);
+        group.barrier({Verb::kBarrier});
       }
       of_absurd_length(rank, group);  // the last: it breaks the mailbox
     });

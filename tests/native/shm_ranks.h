@@ -101,6 +101,7 @@ void test_messages();
 void test_failures();
 void test_groups();
 void test_direct();
+void test_started();
 void test_streams();
 void test_memory(const char* path_on_a_full_file_system);
 

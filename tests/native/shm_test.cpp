@@ -165,6 +165,7 @@ int main(int count, char** arguments) {
     test_failures();
     test_groups();
     test_direct();
+    test_started();
     test_streams();
   }
   std::printf("%d checks, %d failures\n", checks, failures);

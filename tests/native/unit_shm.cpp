@@ -20,6 +20,7 @@
 #include "shm/memory.cpp"
 #include "shm/moving.cpp"
 #include "shm/process.cpp"
+#include "shm/started.cpp"
 #include "shm/stores.cpp"
 #include "shm/wait.cpp"
 #include "shm/windows.cpp"

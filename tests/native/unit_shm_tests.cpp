@@ -11,5 +11,6 @@ extern "C" const char* __tsan_default_suppressions() { return "race:std::__excep
 #include "shm_failures_test.cpp"
 #include "shm_groups_test.cpp"
 #include "shm_messages_test.cpp"
+#include "shm_started_test.cpp"
 #include "shm_streams_test.cpp"
 #include "shm_test.cpp"

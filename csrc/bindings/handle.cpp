@@ -1,4 +1,4 @@
-#include "message_handle.h"
+#include "handle.h"
 
 #include <structmember.h>
 
@@ -15,14 +15,33 @@ namespace {
 
 using shm::Group;
 using shm::Message;
+using shm::Started;
+
+// A message, or a call that was started, of `group`.
+std::size_t bytes_of(const Message& message) { return message.bytes; }
+std::size_t bytes_of(const Started& call) { return call.bytes; }
+bool test(Group& group, const std::shared_ptr<Message>& message) { return group.mailbox().test(message); }
+bool test(Group& group, const std::shared_ptr<Started>& call) { return group.test(*call); }
+// `timeout_ns` is 0 where the caller named none.
+void wait(Group& group, const std::shared_ptr<Message>& message, std::int64_t timeout_ns) {
+  group.mailbox().wait(message, timeout_ns > 0 ? timeout_ns : group.timeout_ns());
+}
+void wait(Group& group, const std::shared_ptr<Started>& call, std::int64_t timeout_ns) { group.wait(*call, timeout_ns); }
+bool has_failed(const Message& message) { return message.error != nullptr; }
+bool has_failed(const Started& call) { return call.has_ended() && call.error != nullptr; }
+int peer_of(const Message& message) { return message.peer; }
+int peer_of(const Started&) { return -1; }
+const char* verb_of(const Message& message) { return message.is_send ? "isend" : "irecv"; }
+const char* verb_of(const Started& call) { return shm::verb_name(call.verb); }
 
 struct Handle {
   PyObject_HEAD
   std::shared_ptr<Group> native;
-  std::shared_ptr<Message> message;
+  Underway underway;
   PyObject* value;
+  PyObject* input;
   PyObject* group;
-  PyObject* error;   // what the message has ended with, if not well
+  PyObject* error;   // what it has ended with, if not well
   PyObject* future;  // made in Python, for who wants one
   char is_done;      // and this handle knows it
   char is_asked;     // somebody has been told of the error
@@ -35,6 +54,16 @@ PyObject* name_left = nullptr;
 
 Handle& handle_of(PyObject* self) { return *reinterpret_cast<Handle*>(self); }
 
+// What `ask` says of what it is of.
+template <class Ask>
+auto of(const Handle& handle, Ask ask) {
+  return std::visit(ask, handle.underway);
+}
+
+bool is_long(const Handle& handle) {
+  return of(handle, [](const auto& its) { return bytes_of(*its); }) >= kUnlockedBytes;
+}
+
 // False, and a Python error set, if it can't be told.
 bool end(PyObject* self) {
   Handle& handle = handle_of(self);
@@ -45,11 +74,11 @@ bool end(PyObject* self) {
   return told != nullptr;
 }
 
-// For the C++ exception that the mailbox threw. False, and the Python error set, where the message has not failed: only the call's time was over.
+// For the C++ exception that was thrown. False, and the Python error set, where it has not failed: only the time to wait was over.
 bool end_by_error(PyObject* self) {
   Handle& handle = handle_of(self);
   set_python_error();
-  if (!handle.message->error) return false;
+  if (!of(handle, [](const auto& its) { return has_failed(*its); })) return false;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
@@ -66,15 +95,15 @@ PyObject* raise_error(Handle& handle) {
   return nullptr;
 }
 
-// Moves what can be moved. False, and a Python error set, if that fails for a reason that is not the message's.
+// Moves what can be moved. False, and a Python error set, if that fails for a reason that is not its own.
 bool look(PyObject* self) {
   const Handle& handle = handle_of(self);
   if (handle.is_done) return true;
   try {
     bool is_done = false;
     {
-      const LazyGilRelease release(handle.message->bytes >= kUnlockedBytes);
-      is_done = handle.native->mailbox().test(handle.message);
+      const LazyGilRelease release(is_long(handle));
+      is_done = of(handle, [&](const auto& its) { return test(*handle.native, its); });
     }
     return !is_done || end(self);
   } catch (...) {
@@ -86,7 +115,7 @@ PyObject* is_completed(PyObject* self, PyObject*) {
   return look(self) ? PyBool_FromLong(handle_of(self).is_done) : nullptr;
 }
 
-PyObject* test_message(PyObject* self, PyObject*) {
+PyObject* test_handle(PyObject* self, PyObject*) {
   Handle& handle = handle_of(self);
   if (!look(self)) return nullptr;
   return handle.error != nullptr ? raise_error(handle) : PyBool_FromLong(handle.is_done);
@@ -110,19 +139,19 @@ bool read_timeout(PyObject* const* args, Py_ssize_t count, PyObject* keywords, s
   return true;
 }
 
-PyObject* wait_for_message(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+PyObject* wait_for_handle(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   Handle& handle = handle_of(self);
-  std::int64_t timeout_ns = handle.native->timeout_ns();
+  std::int64_t timeout_ns = 0;
   if (!read_timeout(args, count, keywords, timeout_ns)) return nullptr;
   if (!handle.is_done) {
     try {
       {
-        const LazyGilRelease release(handle.message->bytes >= kUnlockedBytes);
-        handle.native->mailbox().wait(handle.message, timeout_ns);
+        const LazyGilRelease release(is_long(handle));
+        of(handle, [&](const auto& its) { wait(*handle.native, its, timeout_ns); });
       }
       if (!end(self)) return nullptr;
     } catch (const PythonError&) {
-      return nullptr;  // a signal handler raised, and the message is still under way
+      return nullptr;  // a signal handler raised, and it is still under way
     } catch (...) {
       if (!end_by_error(self)) return nullptr;
     }
@@ -131,11 +160,15 @@ PyObject* wait_for_message(PyObject* self, PyObject* const* args, Py_ssize_t cou
   Py_RETURN_TRUE;
 }
 
-PyObject* source_of(PyObject* self, void*) { return PyLong_FromLong(handle_of(self).message->peer); }
-PyObject* verb_of(PyObject* self, void*) { return PyUnicode_InternFromString(handle_of(self).message->is_send ? "isend" : "irecv"); }
+PyObject* source_of(PyObject* self, void*) {
+  return PyLong_FromLong(of(handle_of(self), [](const auto& its) { return peer_of(*its); }));
+}
+PyObject* name_of(PyObject* self, void*) {
+  return PyUnicode_InternFromString(of(handle_of(self), [](const auto& its) { return verb_of(*its); }));
+}
 
 PyObject* refuse(PyTypeObject*, PyObject*, PyObject*) {
-  PyErr_SetString(PyExc_TypeError, "the handle of a message is made by isend and irecv");
+  PyErr_SetString(PyExc_TypeError, "handles are made by isend, irecv, and calls with async_op=True");
   return nullptr;
 }
 
@@ -148,7 +181,7 @@ bool is_ending() {
 #endif
 }
 
-// Of a user's handle that is dropped before its message has ended, or before anybody heard of the error.
+// Of a user's handle that is dropped before it has ended, or before anybody heard of the error.
 void finalize(PyObject* self) {
   const Handle& handle = handle_of(self);
   if (handle.group == nullptr || is_ending() || handle.native->is_in_child() || (handle.is_done && (handle.error == nullptr || handle.is_asked))) return;
@@ -168,13 +201,14 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   const Handle& handle = handle_of(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(handle.value);
+  Py_VISIT(handle.input);
   Py_VISIT(handle.group);
   Py_VISIT(handle.error);
   Py_VISIT(handle.future);
   return 0;
 }
 
-// The tensor stays: the message may still be under way.
+// The tensors stay: it may still be under way.
 int clear(PyObject* self) {
   Handle& handle = handle_of(self);
   Py_CLEAR(handle.error);
@@ -188,8 +222,9 @@ void destroy_handle(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear(self);
   std::destroy_at(&handle.native);
-  std::destroy_at(&handle.message);
+  std::destroy_at(&handle.underway);
   Py_XDECREF(handle.value);
+  Py_XDECREF(handle.input);
   Py_XDECREF(handle.group);
   type->tp_free(self);
   Py_DECREF(type);
@@ -201,14 +236,14 @@ PyCFunction method(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t
 
 PyMethodDef methods[] = {
     {"is_completed", is_completed, METH_NOARGS, "See Work.is_completed."},
-    {"wait", method(wait_for_message), METH_FASTCALL | METH_KEYWORDS, "See Work.wait and Request.wait."},
-    {"test", test_message, METH_NOARGS, "See Request.test."},
-    {"settle", method(wait_for_message), METH_FASTCALL | METH_KEYWORDS, "See Request.settle."},
+    {"wait", method(wait_for_handle), METH_FASTCALL | METH_KEYWORDS, "See Work.wait and Request.wait."},
+    {"test", test_handle, METH_NOARGS, "See Request.test."},
+    {"settle", method(wait_for_handle), METH_FASTCALL | METH_KEYWORDS, "See Request.settle."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyGetSetDef properties[] = {
-    {"source", source_of, nullptr, "The rank that sent the message; -1 until it has come, if any rank may.", nullptr},
-    {"_verb", verb_of, nullptr, nullptr, nullptr},
+    {"source", source_of, nullptr, "The rank that sent the message; -1 of a call, and until it has come, if any rank may.", nullptr},
+    {"_verb", name_of, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 PyMemberDef members[] = {
@@ -231,18 +266,20 @@ PyType_Slot slots[] = {
     {Py_tp_members, members},
     {0, nullptr},
 };
-PyType_Spec spec{"pycomm._native.ShmMessage", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
+PyType_Spec spec{"pycomm._native.ShmHandle", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
 
 }  // namespace
 
-PyObject* make_handle(PyTypeObject* type, std::shared_ptr<Group> native, std::shared_ptr<Message> message, PyObject* value, PyObject* group) {
+PyObject* make_handle(PyTypeObject* type, std::shared_ptr<Group> native, Underway underway, PyObject* value, PyObject* group,
+                      PyObject* input) {
   if (type == nullptr) type = base_type;
   PyObject* const self = type->tp_alloc(type, 0);  // zeros
   if (self == nullptr) return nullptr;
   Handle& handle = handle_of(self);
   new (&handle.native) std::shared_ptr<Group>(std::move(native));
-  new (&handle.message) std::shared_ptr<Message>(std::move(message));
+  new (&handle.underway) Underway(std::move(underway));
   handle.value = Py_NewRef(value);
+  handle.input = Py_XNewRef(input);
   handle.group = Py_XNewRef(group);
   return self;
 }
@@ -254,13 +291,13 @@ bool has_ended(PyObject* handle) {
 
 bool is_handle_type(PyObject* object) { return PyType_Check(object) && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(object), base_type); }
 
-void bind_message_handle(pybind11::module_& m) {
+void bind_handle(pybind11::module_& m) {
   base_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   name_timeout = PyUnicode_InternFromString("timeout");
   name_tell_future = PyUnicode_InternFromString("_tell_future");
   name_left = PyUnicode_InternFromString("_left");
   if (base_type == nullptr || name_timeout == nullptr || name_tell_future == nullptr || name_left == nullptr) throw pybind11::error_already_set();
-  m.add_object("ShmMessage", pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(base_type)));
+  m.add_object("ShmHandle", pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(base_type)));
 }
 
 }  // namespace pycomm

@@ -1,0 +1,194 @@
+// Calls that are started, and ended later; [Note: started calls] in group.h.
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "board.h"
+#include "group.h"
+
+namespace pycomm::shm {
+namespace {
+
+constexpr useconds_t kTurnUs = 20;  // between two looks at whether another thread has left the group,
+constexpr int kTurnsAround = 50;    // and so many of those between two looks at everything else
+
+struct Waits {
+  explicit Waits(std::atomic<int>& waiters_) : waiters(waiters_) { ++waiters; }
+  ~Waits() { --waiters; }
+  Waits(const Waits&) = delete;
+  Waits& operator=(const Waits&) = delete;
+  std::atomic<int>& waiters;
+};
+
+}  // namespace
+
+std::shared_ptr<Started> Group::start(Verb verb, std::size_t bytes, std::function<void(Step)> run) {
+  if (!claim()) return nullptr;
+  const Claim claimed{*this};
+  if (started_ != nullptr) look_at_started();
+  if (started_ != nullptr || is_due(bytes)) return nullptr;  // to measure is to wait
+  const std::uint64_t before = seq_;
+  run(Step::kStart);
+  if (seq_ == before) return nullptr;
+  started_ = std::make_shared<Started>();
+  started_->verb = verb;
+  started_->bytes = bytes;
+  started_->timeout_ns = deadline_.timeout_ns;
+  started_->run = std::move(run);
+  return started_;
+}
+
+bool Group::test(Started& started) {
+  if (!started.has_ended()) {
+    if (is_in_child()) throw Misuse("forked", waiter_->where(verb_name(started.verb)));
+    if (!claim()) return false;
+    const Claim claimed{*this};
+    if (!started.has_ended()) look_at_started();
+  }
+  return started.has_ended() && started.has_ended_well();
+}
+
+void Group::wait(Started& started, std::int64_t timeout_ns) {
+  if (started.has_ended()) return (void)started.has_ended_well();
+  const char* const verb = verb_name(started.verb);
+  if (is_in_child()) throw Misuse("forked", waiter_->where(verb));
+  const Waits waits(waiters_);
+  Deadline deadline{timeout_ns > 0 ? timeout_ns : started.timeout_ns};
+  for (int turns = 1; !claim(); ++turns) {  // another thread waits for it too, or makes a call that comes after it
+    take_turn(turns);
+    deadline.start();
+    if (started.has_ended()) return (void)started.has_ended_well();
+    if (monotonic_ns() >= deadline.at_ns) throw Late("late message", waiter_->where(verb), {-1, 0, deadline.timeout_ns});
+  }
+  const Claim claimed{*this};
+  if (!started.has_ended()) await_started(deadline, timeout_ns > 0);
+  started.has_ended_well();
+}
+
+bool Group::drain(std::int64_t timeout_ns) {
+  std::shared_ptr<Started> started;
+  if (claim()) {  // else another thread is in a call, before which it ended, or waits for it
+    const Claim claimed{*this};
+    started = started_;
+  }
+  try {
+    if (started != nullptr) wait(*started, timeout_ns);
+  } catch (const Late&) {
+    return false;
+  } catch (const Failed&) {  // its handle tells
+  }
+  return true;
+}
+
+void Group::take_turn(int turns) {
+  waiter_->about_to_block();
+  usleep(kTurnUs);
+  if (turns % kTurnsAround == 0) waiter_->ask_caller();
+}
+
+void Group::claim_after_waiters(const char* verb) {
+  for (int turns = 1; waiters_.load() > 0; ++turns) {
+    if (claim()) return;
+    take_turn(turns);
+  }
+  if (!claim()) throw Misuse("other thread", waiter_->where(verb));
+}
+
+int Group::not_come() const {
+  for (int i = 1; i < ranks_; ++i) {
+    const int r = (rank_ + i) % ranks_;
+    if (load_acquire(header(r).seq) < seq_) return r;
+  }
+  return -1;
+}
+
+void Group::look_at_started() {
+  bool ends = not_come() < 0 || is_broken() || is_closed_;
+  // Who asks again and again must hear of a lost rank.
+  if (const std::int64_t now = ends ? 0 : monotonic_ns(); !ends && now - looked_ns_ >= kLongestNapNs) {
+    looked_ns_ = now;
+    try {
+      waiter_->look_around(not_come(), verb_name(started_->verb));
+    } catch (const Failed&) {
+      ends = true;
+    }
+  }
+  if (ends) end_started();
+}
+
+void Group::await_started(Deadline& deadline, bool is_users) {
+  const auto has_come = [this] { return not_come() < 0; };
+  const auto wait_for_all = [&] {
+    for (int look = 0; look <= (take_turns() ? 0 : kSpinsAlone); ++look) {
+      if (has_come()) return;
+      pause();
+    }
+    const char* const verb = verb_name(started_->verb);
+    waiter_->about_to_block();
+    deadline.start();
+    for (const std::int64_t start_ns = monotonic_ns(); monotonic_ns() - start_ns < setup_.ranks_per_core * kMostYieldNs;) {
+      sched_yield();
+      if (has_come()) return;
+    }
+    for (std::int64_t nap_ns = kFirstNapNs;; nap_ns = std::min(2 * nap_ns, kLongestNapNs)) {
+      const int peer = not_come();
+      if (peer < 0) return;
+      if (log_ != nullptr) log_->waits_for(peer);
+      waiter_->doze(peer, [&] { return load_acquire(header(peer).seq) >= seq_; }, nap_ns);
+      if (has_come()) return;
+      waiter_->ask_caller();  // a signal handler that raises leaves the call under way
+      waiter_->check(peer, deadline, verb, has_come, is_users);
+    }
+  };
+  try {
+    wait_for_all();
+  } catch (const Late&) {
+    throw;
+  } catch (const Failed&) {
+    return finish_started(std::current_exception());
+  }
+  if (log_ != nullptr) log_->waits_no_more();
+  end_started();
+}
+
+void Group::end_started() {
+  const auto started = started_;
+  deadline_ = Deadline{started->timeout_ns};
+  try {
+    if (is_closed_) throw Misuse("closed by this rank", waiter_->where(verb_name(started->verb)));
+    started->run(Step::kEnd);
+    finish_started(nullptr);
+  } catch (const Failed&) {
+    finish_started(std::current_exception());
+  } catch (...) {  // a signal handler's error, which is not this call's; it has broken the group
+    try {
+      waiter_->throw_if_broken(verb_name(started->verb));
+      finish_started(std::current_exception());
+    } catch (const Failed&) {
+      finish_started(std::current_exception());
+    }
+    throw;
+  }
+}
+
+void Group::end_before_another() {
+  try {
+    end_started();
+  } catch (...) {
+    unclaim();
+    throw;
+  }
+}
+
+void Group::finish_started(std::exception_ptr error) {
+  if (log_ != nullptr && error != nullptr) log_->fail();
+  if (std::exchange(is_recorded_, false)) log_->end();
+  const auto started = std::exchange(started_, nullptr);
+  started->run = nullptr;
+  started->error = std::move(error);
+  started->is_done.store(true, std::memory_order_release);
+}
+
+}  // namespace pycomm::shm
