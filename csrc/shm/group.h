@@ -84,7 +84,7 @@ struct Part;  // parts.h
 struct Started {
   Verb verb;
   std::size_t bytes;                   // so many at most are read or written when it ends
-  std::int64_t timeout_ns;
+  Deadline deadline;                   // its own; the clock runs from the first look on
   std::function<void(Step)> run;
   std::atomic<bool> is_done{false};
   std::exception_ptr error;            // what it ended with, if not well
@@ -227,7 +227,7 @@ class Group {
   void end_started();      // waits as a call does; its errors are for who asks for it, but for those of a signal handler
   void end_before_another();  // the same, and unclaims if that throws
   void look_at_started();  // ends it if that needs nobody any more
-  void await_started(Deadline& deadline, bool is_users);
+  void await_started(Deadline& deadline);
   void take_turn(int turns);  // of waiting for another thread, after so many; without the claim
   void finish_started(std::exception_ptr error);
 

@@ -35,7 +35,7 @@ std::shared_ptr<Started> Group::start(Verb verb, std::size_t bytes, std::functio
   started_ = std::make_shared<Started>();
   started_->verb = verb;
   started_->bytes = bytes;
-  started_->timeout_ns = deadline_.timeout_ns;
+  started_->deadline.timeout_ns = deadline_.timeout_ns;
   started_->run = std::move(run);
   return started_;
 }
@@ -55,15 +55,15 @@ void Group::wait(Started& started, std::int64_t timeout_ns) {
   const char* const verb = verb_name(started.verb);
   if (is_in_child()) throw Misuse("forked", waiter_->where(verb));
   const Waits waits(waiters_);
-  Deadline deadline{timeout_ns > 0 ? timeout_ns : started.timeout_ns};
+  Deadline patience{timeout_ns > 0 ? timeout_ns : started.deadline.timeout_ns};
   for (int turns = 1; !claim(); ++turns) {  // another thread waits for it too, or makes a call that comes after it
     take_turn(turns);
-    deadline.start();
+    patience.start();
     if (started.has_ended()) return (void)started.has_ended_well();
-    if (monotonic_ns() >= deadline.at_ns) throw Late("late message", waiter_->where(verb), {-1, 0, deadline.timeout_ns});
+    if (monotonic_ns() >= patience.at_ns) throw Late("late message", waiter_->where(verb), {-1, 0, patience.timeout_ns});
   }
   const Claim claimed{*this};
-  if (!started.has_ended()) await_started(deadline, timeout_ns > 0);
+  if (!started.has_ended()) await_started(timeout_ns > 0 ? patience : started.deadline);
   started.has_ended_well();
 }
 
@@ -105,20 +105,21 @@ int Group::not_come() const {
 }
 
 void Group::look_at_started() {
-  bool ends = not_come() < 0 || is_broken() || is_closed_;
-  // Who asks again and again must hear of a lost rank.
-  if (const std::int64_t now = ends ? 0 : monotonic_ns(); !ends && now - looked_ns_ >= kLongestNapNs) {
-    looked_ns_ = now;
-    try {
-      waiter_->look_around(not_come(), verb_name(started_->verb));
-    } catch (const Failed&) {
-      ends = true;
-    }
+  const int peer = not_come();
+  if (peer < 0 || is_broken() || is_closed_) return end_started();
+  const std::int64_t now_ns = monotonic_ns();
+  if (now_ns - looked_ns_ < kLongestNapNs) return;
+  looked_ns_ = now_ns;
+  started_->deadline.start();
+  try {  // who asks again and again must hear that it is in vain
+    waiter_->check(peer, started_->deadline, verb_name(started_->verb), [this] { return not_come() < 0; });
+  } catch (const Failed&) {
+    finish_started(std::current_exception());
   }
-  if (ends) end_started();
 }
 
-void Group::await_started(Deadline& deadline, bool is_users) {
+void Group::await_started(Deadline& deadline) {
+  const bool is_users = &deadline != &started_->deadline;
   const auto has_come = [this] { return not_come() < 0; };
   const auto wait_for_all = [&] {
     for (int look = 0; look <= (take_turns() ? 0 : kSpinsAlone); ++look) {
@@ -155,7 +156,7 @@ void Group::await_started(Deadline& deadline, bool is_users) {
 
 void Group::end_started() {
   const auto started = started_;
-  deadline_ = Deadline{started->timeout_ns};
+  deadline_ = started->deadline;
   try {
     if (is_closed_) throw Misuse("closed by this rank", waiter_->where(verb_name(started->verb)));
     started->run(Step::kEnd);

@@ -75,7 +75,7 @@ def future_of(works: Sequence[Work], value: Callable[[], Any]) -> torch.futures.
         return value()
 
     future: torch.futures.Future[Any] = ended.then(end)
-    if all(work.is_completed() for work in works):
+    if all(work.has_been_seen_to_end() for work in works):
         ended.set_result(None)
     elif any(work.is_message for work in works):
         threading.Thread(target=_wait_and_tell, args=(works, ended), name="pycomm-message", daemon=True).start()

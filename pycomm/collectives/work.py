@@ -75,6 +75,10 @@ class Work:
         """Says whether the call is complete, or has failed. Never blocks."""
         return self.future.done()
 
+    def has_been_seen_to_end(self) -> bool:
+        """Says whether a callback may run at once. For the library."""
+        return self.is_completed()
+
     def is_success(self) -> bool:
         """Says whether the call is complete without an error."""
         return self.is_completed() and self.exception() is None

@@ -140,7 +140,7 @@ void run_late() {
   });
 }
 
-void run_out_of_its_time() {
+void run_out_of_its_time(bool asks) {
   Host host(2);
   std::atomic<bool> is_out{false};
   run("a started call out of time", host, [&](int rank, Group& group) {
@@ -151,7 +151,10 @@ void run_out_of_its_time() {
       return;
     }
     const Handle handle = start_sum(group, data, 0.01);
-    const std::string text = expect_throw<Timeout>("its time is over", [&] { group.wait(*handle, 0); });
+    const std::string text = expect_throw<Timeout>("its time is over", [&] {
+      while (asks && !group.test(*handle)) pause_ms(1);
+      group.wait(*handle, 0);
+    });
     expect(contains(text, "late 1 "), "and whom it waited for: " + text);
     is_out = true;
     expect_throw<Timeout>("asked again", [&] { group.test(*handle); });
@@ -184,20 +187,21 @@ void disagree_when_started() {
 }
 
 void die() {
-  for (int how = 0; how < 3; ++how) {
+  for (int how = 0; how < 5; ++how) {
     Host host(2);
     std::atomic<bool> is_dead{false};
-    run("a started call whose other rank dies", host, [&](int rank, Group& group) {
+    run("a started call whose other rank dies, or leaves", host, [&](int rank, Group& group) {
       std::vector<float> data(3, 1.0f);
       if (rank == 1) {
-        host.lives[1]->kill();
+        if (how < 3) host.lives[1]->kill();
+        else group.close();
         is_dead = true;
         return;
       }
       const Handle handle = start_sum(group, data);
-      if (how == 0) expect_throw<PeerLost>("waited for", [&] { group.wait(*handle, 0); });
+      if (how % 3 == 0) expect_throw<PeerLost>("waited for", [&] { group.wait(*handle, 0); });
       while (!is_dead) pause_ms(1);
-      if (how == 1) expect_throw<PeerLost>("asked for", [&] { while (!group.test(*handle)) pause_ms(1); });
+      if (how % 3 == 1) expect_throw<PeerLost>("asked for", [&] { while (!group.test(*handle)) pause_ms(1); });
       expect_throw<PeerLost>("the next call", [&] { group.barrier({Verb::kBarrier}); });
       expect_throw<PeerLost>("asked again", [&] { group.test(*handle); });
     });
@@ -263,7 +267,7 @@ void test_started() {
   }
   need_nobody();
   run_late();
-  run_out_of_its_time();
+  for (const bool asks : {false, true}) run_out_of_its_time(asks);
   disagree_when_started();
   die();
   wait_in_another_thread();
