@@ -28,7 +28,8 @@ std::shared_ptr<Started> Group::start(Verb verb, std::size_t bytes, std::functio
   if (!claim()) return nullptr;
   const Claim claimed{*this};
   if (started_ != nullptr) look_at_started();
-  if (started_ != nullptr || is_due(bytes)) return nullptr;  // to measure is to wait
+  if (started_ != nullptr || is_due(bytes)) return nullptr;     // to measure is to wait
+  if (is_broken() || is_closed_ || is_in_child()) return nullptr;  // who makes it as a whole words that
   const std::uint64_t before = seq_;
   run(Step::kStart);
   if (seq_ == before) return nullptr;
@@ -175,6 +176,7 @@ void Group::end_started() {
 }
 
 void Group::end_before_another() {
+  if (is_in_child()) return;  // it is the parent's
   try {
     end_started();
   } catch (...) {

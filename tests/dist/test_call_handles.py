@@ -252,6 +252,24 @@ def test_errors_are_kept_and_told_once(transport: str) -> None:
     run_ranks(2, lose_the_peer, transport=transport)
 
 
+def start_where_nobody_is(rank: int) -> None:
+    """On a broken group a call gives a handle, too, with the error."""
+    group = pycomm.new_group()
+    if rank == 1:
+        group.close()
+        return
+    for _ in range(3):
+        work = pycomm.all_reduce(torch.ones(3), group=group, async_op=True)
+        assert work is not None
+        with pytest.raises(PeerLostError):
+            work.wait()
+
+
+@pytest.mark.parametrize("transport", FAILING)
+def test_a_broken_group_gives_handles(transport: str) -> None:
+    run_ranks(2, start_where_nobody_is, transport=transport)
+
+
 def take_the_short_cut(rank: int) -> None:
     group = pycomm.new_group()
     for each in (None, group):

@@ -39,7 +39,7 @@ def hang(rank: int, path: str, python: str) -> str:
     if rank == 2:
         late_in_my_function(folder)
     said = ""
-    work = pycomm.all_reduce(torch.ones(4), async_op=True)
+    work = pycomm.all_reduce(torch.ones(5000), async_op=True)  # too long to be started: a thread waits in it
     if rank == 1:
         wait_until(is_in_a_call)
         (folder / "waits").touch()

@@ -45,6 +45,7 @@ def test_against_measures_the_usual_place_alone() -> None:
         ["all_reduce", "--against", "./no/such/checkout"],
         ["all_reduce", "--max-bytes", "many"],
         ["broadcast", "--place", "out"],
+        ["sendrecv", "--async"],
     ],
 )
 def test_what_cannot_be_measured_is_refused(argv: list[str]) -> None:

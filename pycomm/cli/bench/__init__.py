@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     places = "in place, out of place (default: both; with --against: the usual one)"
     add("--place", choices=["in", "out", "both"], help=places)
     add("--buffers", choices=["private", "shared", "both"], default="private", help="see below (default: %(default)s)")
+    add("--async", dest="is_async", action="store_true", help="calls are started, and then waited for")
     add("--transport", default="auto", help="pycomm's transport (default: %(default)s)")
     add("--rounds", type=positive_int, default=5, help="figures are medians over rounds (default: %(default)s)")
     add(
@@ -98,6 +99,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
         if options.place not in verb.places:
             place = "in place" if verb.places == ("in",) else "out of place"
             raise ConfigError(f"--place {options.place}: {options.verb} is only done {place}.")
+    if options.is_async and not verb.has_async:
+        raise ConfigError(f"--async: {options.verb} is made of messages that are started anyway; leave it out.")
     settings = Settings(
         verb=options.verb,
         sizes=tuple(sweep_of(options)),
@@ -112,6 +115,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings | None]:
         peers_dir=options.peers_dir,
         transport=options.transport,
         is_pinned=not options.no_pin,
+        is_async=options.is_async,
     )
     return options, settings
 
@@ -190,6 +194,7 @@ def _show(report: Report, jobs: list[Job], settings: Settings, world_size: int) 
     report.facts({"world_size": world_size, **versions})
     for buffers in settings.buffers:
         how = "back to back" if buffers == "private" else "input freshly written before each call"
+        how += ", started and waited for" if settings.is_async else ""
         title = f"{settings.verb}, {world_size} ranks, {buffers} buffers, {how}"
         rows = run_cases(jobs, settings, world_size, buffers, report.note)
         report.table(title, rows, settings.places, settings.against)

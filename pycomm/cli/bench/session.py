@@ -38,6 +38,7 @@ class Settings:
     peers_dir: Path
     transport: str
     is_pinned: bool
+    is_async: bool = False
 
 
 def cases_of(settings: Settings, world_size: int, buffers: str) -> list[list[Case]]:
@@ -58,6 +59,7 @@ def cases_of(settings: Settings, world_size: int, buffers: str) -> list[list[Cas
             op=settings.op,
             place="",
             buffers=buffers,
+            is_async=settings.is_async,
         )
         rows.append([replace(case, place=place) for place in settings.places])
     return rows

@@ -69,6 +69,7 @@ class Cell:
             "redop": self.case.op,
             "place": self.case.place,
             "buffers": self.case.buffers,
+            "async": self.case.is_async,
         }
         named = {"pycomm": ("pycomm", self.own), **self.peers}
         lines = []

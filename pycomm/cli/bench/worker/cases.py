@@ -36,6 +36,7 @@ class Verb:
     places: tuple[str, ...] = ("in", "out")
     has_root: bool = False
     reduces: bool = False
+    has_async: bool = True  # a form that returns a handle
     is_partial: bool = False  # some buffer holds a part for each rank, so that numel must be a multiple of world_size
 
 
@@ -48,7 +49,7 @@ VERBS: dict[str, Verb] = {
     "all_to_all": Verb(places=("out",), is_partial=True),
     "gather": Verb(input_is_whole=False, places=("out",), has_root=True, is_partial=True),
     "scatter": Verb(output_is_whole=False, places=("out",), has_root=True, is_partial=True),
-    "sendrecv": Verb(places=("out",)),
+    "sendrecv": Verb(places=("out",), has_async=False),
     "barrier": Verb(places=("in",)),
 }
 
@@ -64,6 +65,7 @@ class Case:
     op: str
     place: str  # "in": the result overwrites the input; "out": it does not
     buffers: str  # "private": back to back; "shared": in the shared segment, input freshly written before each call
+    is_async: bool = False  # started, and then waited for
 
     @property
     def nbytes(self) -> int:

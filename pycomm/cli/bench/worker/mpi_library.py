@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,21 @@ _TYPES: dict[str, MPI.Datatype] = {
 }
 _OPS: dict[str, MPI.Op] = {"SUM": MPI.SUM, "PRODUCT": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}
 _ALIGNMENT = 64  # as torch allocates
+
+
+class _Started:
+    """The collectives of a communicator, each started and then waited for."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        start = getattr(self._comm, f"I{name.lower()}")
+
+        def start_and_wait(*arguments: Any) -> None:
+            start(*arguments).Wait()
+
+        return start_and_wait
 
 
 class MPILibrary(Library):
@@ -58,7 +74,8 @@ class MPILibrary(Library):
         """Chooses the MPI function and builds its buffer specifications."""
         if case.op not in _OPS:
             raise UnsupportedCaseError(f"MPI has no operator {case.op}")
-        comm, world_size, is_root, in_place = self.comm, self.world_size, self.rank == root, case.place == "in"
+        world_size, is_root, in_place = self.world_size, self.rank == root, case.place == "in"
+        comm: Any = _Started(self.comm) if case.is_async else self.comm
         op = () if case.op == "SUM" else (_OPS[case.op],)  # SUM is mpi4py's default
         kind = _TYPES[case.dtype]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,21 @@ from .library import Buffer, Call, Library, UnsupportedCaseError
 __all__ = ["GlooLibrary", "PycommLibrary"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Started:
+    """The verbs of a module, each started and then waited for."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, verb: str) -> Callable[..., None]:
+        function = getattr(self._module, verb)
+
+        def start_and_wait(*arguments: Any) -> None:
+            function(*arguments, async_op=True).wait()
+
+        return start_and_wait
 
 
 class _TorchLibrary(Library):
@@ -35,12 +51,16 @@ class _TorchLibrary(Library):
 
     def bind(self, case: Case, output: Buffer, input: Buffer, root: int) -> Call:
         """Chooses the function; the default operator is left out as a user would."""
-        m: Any = self.module
+        m: Any = _Started(self.module) if case.is_async else self.module
         x, out, world_size = input.tensor, output.tensor, self.world_size
-        op = () if case.op == "SUM" else (getattr(m.ReduceOp, case.op),)
+        op = () if case.op == "SUM" else (getattr(self.module.ReduceOp, case.op),)
         match case.verb:
             case "all_reduce":
-                return (m.all_reduce, (out, *op)) if case.place == "in" else self._all_reduce_copy(out, x, op)
+                return (
+                    (m.all_reduce, (out, *op))
+                    if case.place == "in"
+                    else self._all_reduce_copy(m.all_reduce, out, x, op)
+                )
             case "all_gather":
                 return m.all_gather_single, (out, x)
             case "reduce_scatter":
@@ -62,9 +82,10 @@ class _TorchLibrary(Library):
             case _:
                 raise UnsupportedCaseError(f"no call is written for {case.verb}")
 
-    def _all_reduce_copy(self, out: torch.Tensor, x: torch.Tensor, op: tuple[Any, ...]) -> Call:
+    def _all_reduce_copy(
+        self, all_reduce: Callable[..., Any], out: torch.Tensor, x: torch.Tensor, op: tuple[Any, ...]
+    ) -> Call:
         """torch.distributed's all_reduce works in place, so out of place is a copy and a call."""
-        all_reduce = self.module.all_reduce
 
         def copy_and_reduce(out: torch.Tensor, x: torch.Tensor) -> None:
             out.copy_(x)
