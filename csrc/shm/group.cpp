@@ -156,15 +156,12 @@ void Group::look_elsewhere_by(const std::function<void()>& look) {
 
 void Group::close() {
   if (is_closed_) return;
-  is_closed_ = true;
   if (is_in_child()) {
+    is_closed_ = true;
     (void)mailbox_.release();  // a forked child has nothing to leave, nor the helper thread that this would join
     return;
   }
-  if (claim()) {
-    const Claim claimed{*this};
-    if (started_ != nullptr) look_at_started();
-  }
+  end_by_close();
   mailbox_->close();
   waiter_->leave();
   Control& control = *reinterpret_cast<Control*>(area_);

@@ -226,6 +226,7 @@ class Group {
   int not_come() const;    // the first rank whose header of the started call has not; -1 if all have
   void end_started();      // waits as a call does; its errors are for who asks for it, but for those of a signal handler
   void end_before_another();  // the same, and unclaims if that throws
+  void end_by_close();        // takes the claim, and closes; what has not come by then never will
   void look_at_started();  // ends it if that needs nobody any more
   void await_started(Deadline& deadline);
   void take_turn(int turns);  // of waiting for another thread, after so many; without the claim

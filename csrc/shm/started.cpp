@@ -28,7 +28,7 @@ std::shared_ptr<Started> Group::start(Verb verb, std::size_t bytes, std::functio
   if (!claim()) return nullptr;
   const Claim claimed{*this};
   if (started_ != nullptr) look_at_started();
-  if (started_ != nullptr || is_due(bytes)) return nullptr;     // to measure is to wait
+  if (started_ != nullptr || is_due(bytes)) return nullptr;        // to measure is to wait
   if (is_broken() || is_closed_ || is_in_child()) return nullptr;  // who makes it as a whole words that
   const std::uint64_t before = seq_;
   run(Step::kStart);
@@ -164,11 +164,12 @@ void Group::end_started() {
     finish_started(nullptr);
   } catch (const Failed&) {
     finish_started(std::current_exception());
-  } catch (...) {  // a signal handler's error, which is not this call's; it has broken the group
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
     try {
       waiter_->throw_if_broken(verb_name(started->verb));
-      finish_started(std::current_exception());
-    } catch (const Failed&) {
+      finish_started(error);
+    } catch (const Failed&) {  // by a signal handler's error, which is not this call's
       finish_started(std::current_exception());
     }
     throw;
@@ -183,6 +184,15 @@ void Group::end_before_another() {
     unclaim();
     throw;
   }
+}
+
+void Group::end_by_close() {
+  const bool is_mine = claim();  // else a thread is in a call, and sees to what it waits for
+  if (is_mine && started_ != nullptr) look_at_started();
+  is_closed_ = true;
+  if (!is_mine) return;
+  const Claim claimed{*this};
+  if (started_ != nullptr) end_started();
 }
 
 void Group::finish_started(std::exception_ptr error) {

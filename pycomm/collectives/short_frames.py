@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..types import ReduceOp
+from .tensors import ours
 
 if TYPE_CHECKING:
     from .board import Recorder
@@ -41,8 +42,10 @@ def _all_reduce(group: Group, recorder: Recorder | None, room: int, call: Any) -
         return is_chosen and transport.supports("all_reduce", tensor.dtype, op)
 
     def all_reduce(tensor: Any = None, op: Any = ReduceOp.SUM, *others: Any) -> bool:
+        if type(op) is not ReduceOp:
+            op = ours(op)
         # Tensors made here would be of the inference mode, and other threads may have to write them.
-        if others or type(op) is not ReduceOp or torch.is_inference_mode_enabled():
+        if others or op is None or torch.is_inference_mode_enabled():
             return False
         with turn:
             nbytes = call.read(tensor, op)

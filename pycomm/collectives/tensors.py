@@ -16,9 +16,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import ConfigError
-from ..types import DTYPES, dtype_of_name
+from ..types import DTYPES, ReduceOp, dtype_of_name
 
 __all__ = [
+    "TORCH_OPERATORS",
     "Flat",
     "as_tensor",
     "check_disjoint",
@@ -27,9 +28,22 @@ __all__ = [
     "dtype_name",
     "flatten",
     "joined",
+    "ours",
 ]
 
 _warned_devices: set[str] = set()
+# torch's own operators, in the order of ours: all but PREMUL_SUM, which has a factor.
+TORCH_OPERATORS: dict[Any, ReduceOp] = {
+    getattr(torch.distributed.ReduceOp, op.name): op
+    for op in ReduceOp
+    if op is not ReduceOp.PREMUL_SUM and torch.distributed.is_available()
+}
+_their_types = {type(op) for op in TORCH_OPERATORS}
+
+
+def ours(op: object) -> ReduceOp | None:
+    """Returns the operator that one of torch's own stands for; None for anything else."""
+    return TORCH_OPERATORS.get(op) if type(op) in _their_types else None
 
 
 class Flat(NamedTuple):

@@ -31,7 +31,7 @@ from .group import Call, Group
 from .hooks import SHORT_CUT_STARTS
 from .lazy_work import StartedWork
 from .sparse import all_reduce_sparse
-from .tensors import Flat, as_tensor, check_in_place, flatten
+from .tensors import TORCH_OPERATORS, Flat, as_tensor, check_in_place, flatten
 from .work import Work
 
 if TYPE_CHECKING:
@@ -87,17 +87,9 @@ def with_short_cut(name: str, rank: str | None = None, handle: object = None) ->
     return decorate
 
 
-def _tell_operators() -> None:
-    """Tells the short cuts of torch's operators."""
-    if torch.distributed.is_available():
-        theirs = torch.distributed.ReduceOp
-        with contextlib.suppress(NativeUnavailableError):
-            native().know_torch_operators(
-                tuple(getattr(theirs, op.name) for op in ReduceOp if op is not ReduceOp.PREMUL_SUM)
-            )
-
-
-_tell_operators()
+if TORCH_OPERATORS:
+    with contextlib.suppress(NativeUnavailableError):
+        native().know_torch_operators(tuple(TORCH_OPERATORS))
 
 
 @with_short_cut("fast_all_reduce")

@@ -108,25 +108,20 @@ def make_several(rank: int) -> None:
     other = pycomm.new_group()
     array = np.ones(3, np.float32)
     memory = weakref.ref(array)
-    if rank == 0:
-        pycomm.all_reduce(torch.from_numpy(array), async_op=True)
-        del array
-        gc.collect()
-        assert memory() is not None, "the result would come into another's memory"
-        pycomm.send(torch.ones(1), 1, other)
-    else:
-        pycomm.recv(torch.ones(1), 0, other)
-        pycomm.all_reduce(torch.ones(3))
-    pycomm.barrier()
-
-    def is_let_go() -> bool:
-        pycomm.all_reduce(torch.ones(1), async_op=True)
+    for i in range(3):  # as one is dropped that has not ended, those go that have by then
+        tensor = torch.from_numpy(array) if i == 0 else torch.ones(3)
+        if rank == 0:
+            pycomm.all_reduce(tensor, async_op=True)
+            del tensor, array
+            array = np.ones(1, np.float32)
+            gc.collect()
+            assert i > 0 or memory() is not None, "the result would come into another's memory"
+            pycomm.send(torch.ones(1), 1, other)
+        else:
+            pycomm.recv(torch.ones(1), 0, other)
+            pycomm.all_reduce(tensor)
         pycomm.barrier()
-        return rank == 1 or memory() is None
-
-    for _ in range(3):
-        is_gone = is_let_go()
-    assert is_gone
+    assert rank == 1 or memory() is None
 
 
 @pytest.mark.parametrize("transport", EVERYWHERE)

@@ -234,6 +234,23 @@ void wait_in_another_thread() {
   });
 }
 
+void close_after_all_have_come() {
+  Host host(2);
+  std::atomic<bool> has_come{false};
+  run("a started call of a group that is closed in time", host, [&](int rank, Group& group) {
+    std::vector<float> data(3, 1.0f);
+    if (rank == 1) {
+      group.all_reduce(data.data(), data.data(), call_of(Verb::kAllReduce, 3));
+      has_come = true;
+      return;
+    }
+    const Handle handle = start_sum(group, data);
+    while (!has_come) pause_ms(1);
+    group.close();
+    expect(group.test(*handle) && data[0] == 2, "it has ended well");
+  });
+}
+
 void close_before_it_ends() {
   Host host(2);
   std::atomic<bool> is_closed{false};
@@ -272,6 +289,7 @@ void test_started() {
   die();
   wait_in_another_thread();
   close_before_it_ends();
+  close_after_all_have_come();
 }
 
 }  // namespace pycomm::shm::test
