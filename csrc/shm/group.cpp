@@ -10,6 +10,7 @@
 #include "../kernels/reduce.h"
 #include "await.h"
 #include "process.h"
+#include "rings.h"
 #include "stores.h"
 #include "swaps.h"
 
@@ -253,7 +254,7 @@ void Group::meet(const Call& call, std::size_t payload_bytes) {
 
 void Group::report_mismatch(const Call& call) {
   // Some ranks have staged and told of something for this call and some have not; all go on behind it.
-  window_ += kMostSteps + 1;
+  window_ += std::max(kMostSteps, kMostStarted) + 1;
   cursor_ = 0;
   if (log_ != nullptr) log_->fail();
   // One of the calls may be that of a rank that has died since, another one that of a rank which goes on without it.

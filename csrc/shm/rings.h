@@ -9,6 +9,7 @@
 namespace pycomm::shm {
 
 inline constexpr std::size_t kPieces = 8, kRootedPieces = 16, kLongPieces = 2, kLongRootedPieces = 4;  // to a window, where every rank has a core
+inline constexpr std::size_t kMostStarted = 32;  // windows of a call that is started
 inline constexpr std::size_t kLeastPiece = 2048, kLeastPieces = 8;  // a short message from one root: it is read while the rest is written
 
 // Who reads nothing only has to leave the others the time to read; [Note: the ring].
@@ -43,21 +44,28 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
     const auto part = [&](int rank, std::size_t i) { return staged(rank, window.place + i * window.stride + at); };
     function(part, window.offset + at, std::min(block, window.bytes - at));
   };
-  if (call.step == Step::kStart && load.total > piece) return;
+  // Who starts a call fills all of its windows, if they take no more than a large one may, as which the others then count.
+  if (call.step == Step::kStart && (load.parts * round_up(load.total, kLine) > at_.window_bytes || load.total > kMostStarted * piece)) return;
   use_ring();
-  const std::size_t cursor = cursor_;
+  if (call.step == Step::kStart) {
+    const std::size_t cursor = cursor_;
+    for (std::size_t offset = 0, i = 0; offset < load.total; offset += piece, ++i) {
+      const Window window = take_window(offset);
+      for (std::size_t at = 0; at < window.bytes; at += block) apply(fill, window, at);
+      if (i == 0) publish_in_windows(call, load);
+      publish_window(window_ + i);
+    }
+    cursor_ = cursor;  // their places are taken when the call ends
+    return;
+  }
+  const bool is_whole = call.step == Step::kWhole;
   Window now = take_window(0);
-  if (call.step != Step::kEnd) {
+  if (is_whole) {
     for (std::size_t at = 0; at < now.bytes; at += block) apply(fill, now, at);
     publish_in_windows(call, load);
   }
-  if (call.step == Step::kStart) {
-    publish_window(window_);
-    cursor_ = cursor;  // it is taken when the call ends
-    return;
-  }
   bool has_come = meet_in_windows(call, load);
-  if (!has_come && call.step == Step::kWhole) publish_window(window_);
+  if (!has_come && is_whole) publish_window(window_);
   bool is_last = false;
   for (std::uint64_t i = 0; !is_last; ++i, ++window_) {
     if (!has_come && i >= ahead) await_windows(verb, ahead);
@@ -65,10 +73,10 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
     is_last = now.offset + now.bytes == load.total;
     const Window next = is_last ? Window{} : take_window(now.offset + now.bytes);
     for (std::size_t at = 0; at < now.bytes; at += block) {  // [Note: by turns]
-      apply(fill, next, at);
+      if (is_whole) apply(fill, next, at);
       apply(use, now, at);
     }
-    if (!is_last) publish_window(window_ + 1);
+    if (!is_last && is_whole) publish_window(window_ + 1);
     now = next;
   }
 }

@@ -59,7 +59,7 @@ void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   const auto& chosen_by = swaps ? chosen_.swaps_by : goes_one_way ? chosen_.one_way_by : chosen_.rings_by;
   const Staging staging{*this, chosen_by.of(load.total).value_or(stores_)};
   swaps ? in_swaps(call, load, fill, use) : in_rings(call, load, fill, use);
-  account(load.total, verb_name(call.verb));
+  if (call.step != Step::kStart) account(load.total, verb_name(call.verb));
 }
 
 }  // namespace pycomm::shm

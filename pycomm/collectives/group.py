@@ -23,6 +23,7 @@ from ..types import ReduceOp
 from .agreement import agree_on_selector
 from .board import Recorder
 from .hooks import (
+    ONCE_IDLE,
     SHORT_CUT_MESSAGES,
     SHORT_CUT_STARTS,
     SHORT_CUT_VERBS,
@@ -414,8 +415,8 @@ class Group(Observed):
     def _refresh_fast(self) -> None:
         """Sets the ``fast_*`` attributes to the transport's short cuts if they may be taken now."""
         fast: dict[str, Callable[..., Any]] = {}
-        starts: dict[str, Callable[..., Any]] = {}
         is_free = self._worker.is_free and not self._is_closed
+        starts = {} if is_free or self._is_closed else ONCE_IDLE
         is_plain = self._pending is None and not self._start_hooks and not self._data_hooks
         if is_free and is_plain and self._engine is not None:
             selector, offered = self._engine.selector, self.transport.fast

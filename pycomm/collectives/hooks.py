@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compression_wire import CompressionReport
 
 __all__ = [
+    "ONCE_IDLE",
     "SHORT_CUT_MESSAGES",
     "SHORT_CUT_STARTS",
     "SHORT_CUT_VERBS",
@@ -90,6 +91,21 @@ _OF_ONE_RANK = ("gather", "scatter", *_ON_LISTS)  # that argument, or the first 
 def not_now(*_arguments: object) -> bool:
     """The short cut that is never taken: stands in a group's ``fast_*`` and ``start_*`` while it may take no other."""
     return False
+
+
+def _once_idle(verb: str) -> Callable[..., Any]:
+    """Returns what stands in a group's ``start_*`` while its worker thread has calls to run: once it has run them, the
+    next call is started again. Its last argument is the group.
+    """
+
+    def start(*arguments: Any) -> Any:
+        group = arguments[-1]
+        return group.is_idle and getattr(group, f"start_{verb}")(*arguments)
+
+    return start
+
+
+ONCE_IDLE = {f"start_{verb}": _once_idle(verb) for verb in SHORT_CUT_STARTS}
 
 
 def as_chosen(verb: str) -> str:

@@ -87,13 +87,14 @@ void end_well(int rank, Group& group, std::size_t numel, std::atomic<int>& start
 }
 
 // Who has started a call can be left alone: the others' calls end.
-void need_nobody() {
+void need_nobody(bool swaps) {
   Host host(2);
-  host.choices.swaps = true, host.choices.swaps_by = Stores::kPlain;
+  host.choices.swaps = swaps, host.choices.swaps_by = host.choices.rings_by = Stores::kPlain;
+  const std::size_t longest = (swaps ? kRegionBytes : AreaLayout::of(2).window_bytes) / sizeof(float);
   std::atomic<int> ended{0};
   run("started calls need nobody", host, [&](int rank, Group& group) {
     int round = 0;
-    for (const std::size_t numel : {std::size_t{3}, std::size_t{100}, std::size_t{700}, std::size_t{9'000}, kRegionBytes / sizeof(float)}) {
+    for (const std::size_t numel : {std::size_t{3}, std::size_t{100}, std::size_t{700}, std::size_t{9'000}, longest}) {
       std::vector<float> data = input_of(rank, numel);
       ++round;
       if (rank == 1) {
@@ -108,7 +109,7 @@ void need_nobody() {
       expect(same(data.data(), sums_of(2), numel), "the sum of " + std::to_string(numel));
       sum_one(group);
     }
-    std::vector<float> longer(kRegionBytes / sizeof(float) + 1);
+    std::vector<float> longer(longest + 1);
     expect(start_sum(group, longer) == nullptr, "a longer one is not started");
     sum_one(group);
   });
@@ -163,12 +164,13 @@ void run_out_of_its_time(bool asks) {
 }
 
 // The error is for who asks for it; the call that ends it goes on.
-void disagree_when_started() {
+void disagree_when_started(bool swaps) {
   Host host(2);
-  host.choices.swaps = true;
+  host.choices.swaps = swaps;
+  if (!swaps) host.choices.rings_by = Stores::kPlain;
   run("a started call that is another", host, [](int rank, Group& group) {
     for (int how = 0; how < 4; ++how) {
-      const std::size_t numel = how < 2 ? 3 : 9'000;
+      const std::size_t numel = how < 2 ? 3 : 30'000;
       std::vector<float> data(numel + static_cast<std::size_t>(rank), 1.0f);
       if (rank == 1) {
         expect_throw<Mismatch>("the other", [&] { group.all_reduce(data.data(), data.data(), call_of(Verb::kAllReduce, data.size())); });
@@ -278,14 +280,14 @@ void test_started() {
     host.choices.swaps = world.swaps;
     std::atomic<int> started{0};
     run("started calls", host, [&](int rank, Group& group) {
-      for (const std::size_t numel : {1, 8, 16, 100, 500, 1000, 2500, 9345, 40'000}) end_well(rank, group, static_cast<std::size_t>(numel), started);
+      for (const std::size_t numel : {1, 8, 16, 100, 500, 1000, 2500, 9345, 40'000, 70'000}) end_well(rank, group, static_cast<std::size_t>(numel), started);
     });
     expect(started > 100, "calls are started: " + std::to_string(started));
   }
-  need_nobody();
+  for (const bool swaps : {false, true}) need_nobody(swaps);
   run_late();
   for (const bool asks : {false, true}) run_out_of_its_time(asks);
-  disagree_when_started();
+  for (const bool swaps : {false, true}) disagree_when_started(swaps);
   die();
   wait_in_another_thread();
   close_before_it_ends();
