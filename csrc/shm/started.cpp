@@ -115,7 +115,8 @@ void Group::look_at_started() {
   try {  // who asks again and again must hear that it is in vain
     waiter_->check(peer, started_->deadline, verb_name(started_->verb), [this] { return not_come() < 0; });
   } catch (const Failed&) {
-    finish_started(std::current_exception());
+    if (not_come() >= 0) return finish_started(std::current_exception());
+    end_started();
   }
 }
 
@@ -149,7 +150,7 @@ void Group::await_started(Deadline& deadline) {
   } catch (const Late&) {
     throw;
   } catch (const Failed&) {
-    return finish_started(std::current_exception());
+    if (!has_come()) return finish_started(std::current_exception());  // else somebody died after all that was asked of him
   }
   if (log_ != nullptr) log_->waits_no_more();
   end_started();

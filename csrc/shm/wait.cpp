@@ -111,9 +111,11 @@ void Waiter::look_around(int peer, const char* doing) {
   // All are looked at cheaply; closely, see [Note: dying], whom this rank waits for, or if that is nobody, one in turn.
   const int closely = peer >= 0 ? peer : static_cast<int>(looks_.fetch_add(1, std::memory_order_relaxed) % static_cast<unsigned>(setup_.ranks));
   for (int r = 0; r < setup_.ranks; ++r) {
-    // A rank that closed the group before it ended is missed only by those who wait for it.
-    if (__atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0) continue;
+    // A rank that closed the group before it ended is missed only by those who wait for it; it may do both between two of these lines.
+    const auto is_gone = [&] { return __atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0; };
+    if (is_gone()) continue;
     if (r == closely ? !is_dead(setup_.pidfds[r], setup_.pids[r]) : !has_ended(setup_.pidfds[r])) continue;
+    if (is_gone()) continue;
     declare(FailureKind::kPeerLost, r);
     throw_if_broken(doing);
   }
