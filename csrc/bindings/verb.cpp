@@ -13,6 +13,7 @@
 #include <memory>
 #include <new>
 
+#include "gil.h"
 #include "slots.h"
 
 namespace py = pybind11;
@@ -31,7 +32,7 @@ struct Verb {
   Attribute ranks;      // whose members' global ranks are these
   Py_ssize_t rank_place;  // of the argument that is a global rank; -1 if there is none
   Py_ssize_t group_place;  // of the argument that names the group; else the number of parameters
-  Py_ssize_t async_place;  // of async_op; -1 if there is no short cut for it
+  Py_ssize_t async_place;  // of async_op; -1 if there is none
   PyObject* names;      // of the function's parameters that have a place,
   PyObject* defaults;   // and what the last of them are if they are left out
   PyObject* handle;     // what handles are made of; null if the verb returns none
@@ -133,6 +134,7 @@ PyObject* take_default(Verb* self, PyObject* const* args, Py_ssize_t count) {
 [[gnu::noinline]] PyObject* take_short_cut(Verb* self, PyObject* const* given, Py_ssize_t given_count, PyObject* keywords) {
   Placed placed;
   if (!placed.read(self, given, given_count, keywords)) Py_RETURN_FALSE;
+  if (placed.is_started && self->handle == nullptr) Py_RETURN_FALSE;  // nothing starts this verb
   auto group = py::reinterpret_steal<py::object>(self->world.of(self->state));
   const bool is_other = placed.group != nullptr && placed.group != group.ptr();
   if (is_other) group = py::reinterpret_borrow<py::object>(placed.group);
@@ -144,7 +146,9 @@ PyObject* take_default(Verb* self, PyObject* const* args, Py_ssize_t count) {
     placed.args[placed.count++] = self->handle;
     placed.args[placed.count++] = group.ptr();
   }
-  PyObject* const answer = PyObject_Vectorcall(short_cut.ptr(), placed.args, static_cast<size_t>(placed.count), nullptr);
+  // A short cut that is Python's may be where a thread is ended as the interpreter ends: nothing here may be given back by that.
+  PyObject* const answer =
+      or_wait_for_the_end([&] { return PyObject_Vectorcall(short_cut.ptr(), placed.args, static_cast<size_t>(placed.count), nullptr); });
   if (!is_other || answer == nullptr || !PyLong_CheckExact(answer)) return answer;
   const Py_ssize_t rank = PyLong_AsSsize_t(answer);  // who sent what was received
   Py_DECREF(answer);
@@ -175,12 +179,12 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->state = Py_NewRef(state);
   new (&self->world) Attribute(name_world);
   new (&self->short_cut) Attribute(short_cut);
-  new (&self->start) Attribute(start == Py_None ? short_cut : start);
+  new (&self->start) Attribute(start == Py_None ? short_cut : start);  // then there is no handle either
   new (&self->ranks) Attribute(name_ranks);
   self->rank_place = rank_place;
   const Py_ssize_t group_place = Placed::place_of(names, name_group);
   self->group_place = group_place < 0 ? PyTuple_GET_SIZE(names) : group_place;
-  self->async_place = start == Py_None ? -1 : Placed::place_of(names, name_async_op);
+  self->async_place = Placed::place_of(names, name_async_op);
   self->names = Py_NewRef(names);
   self->defaults = Py_NewRef(defaults);
   if (handle != Py_None) self->handle = Py_NewRef(handle);

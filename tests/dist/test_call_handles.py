@@ -275,6 +275,7 @@ def take_the_short_cut(rank: int) -> None:
     tensor = torch.ones(3)
     assert pycomm.all_reduce(tensor, ReduceOp.SUM, None, False) is None
     assert pycomm.all_reduce(tensor, async_op=False) is None
+    assert pycomm.all_gather([torch.empty(3), torch.empty(3)], tensor, None, False) is None
     calls: list[tuple[str, int]] = []
     group.add_hook(lambda record: calls.append((record.verb, record.numel)))
     pycomm.all_reduce(tensor, group=group, async_op=True).wait()  # type: ignore[union-attr]
