@@ -90,7 +90,9 @@ struct Started {
   std::exception_ptr error;            // what it ended with, if not well
 
   bool has_ended() const { return is_done.load(std::memory_order_acquire); }
-  bool has_ended_well() const { return error == nullptr || (std::rethrow_exception(error), false); }  // throws what it ended with
+  void throw_if_failed() const {  // once it has ended
+    if (error != nullptr) std::rethrow_exception(error);
+  }
 };
 
 class Group {

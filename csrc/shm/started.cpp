@@ -48,11 +48,13 @@ bool Group::test(Started& started) {
     const Claim claimed{*this};
     if (!started.has_ended()) look_at_started();
   }
-  return started.has_ended() && started.has_ended_well();
+  if (!started.has_ended()) return false;
+  started.throw_if_failed();
+  return true;
 }
 
 void Group::wait(Started& started, std::int64_t timeout_ns) {
-  if (started.has_ended()) return (void)started.has_ended_well();
+  if (started.has_ended()) return started.throw_if_failed();
   const char* const verb = verb_name(started.verb);
   if (is_in_child()) throw Misuse("forked", waiter_->where(verb));
   const Waits waits(waiters_);
@@ -60,12 +62,12 @@ void Group::wait(Started& started, std::int64_t timeout_ns) {
   for (int turns = 1; !claim(); ++turns) {  // another thread waits for it too, or makes a call that comes after it
     take_turn(turns);
     patience.start();
-    if (started.has_ended()) return (void)started.has_ended_well();
+    if (started.has_ended()) return started.throw_if_failed();
     if (monotonic_ns() >= patience.at_ns) throw Late("late message", waiter_->where(verb), {-1, 0, patience.timeout_ns});
   }
   const Claim claimed{*this};
   if (!started.has_ended()) await_started(timeout_ns > 0 ? patience : started.deadline);
-  started.has_ended_well();
+  started.throw_if_failed();
 }
 
 bool Group::drain(std::int64_t timeout_ns) {

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..types import PremulSum, ReduceOp
 from .group import Group
 from .hooks import not_now
+from .tensors import operator_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,8 +211,8 @@ def parse_op(op: OpLike) -> tuple[ReduceOp, float]:
         if factor is None:
             raise ConfigError("op PREMUL_SUM needs this rank's factor; pass pycomm.premul_sum(factor)")
         return ReduceOp.PREMUL_SUM, float(factor)
-    if type(op).__module__.startswith("torch") and isinstance(name, str) and name in ReduceOp.__members__:
-        return ReduceOp[name], 1.0
+    if type(op).__module__.startswith("torch") and (found := operator_of(kind)) is not None:
+        return found, 1.0
     known = ", ".join(ReduceOp.__members__)
     raise ConfigError(
         f"unknown op {op!r}; known: {known} (of pycomm.ReduceOp or torch's), and pycomm.premul_sum(factor)"

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -17,7 +18,7 @@ from ..algorithms._agreement import count_call
 from ..algorithms.engine import Engine
 from ..algorithms.executor import Collective
 from ..algorithms.selection import Choice, Selector
-from ..errors import ConfigError, TransportError, forget_locals
+from ..errors import ConfigError, TransportError
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from .compression_wire import CompressionReport
     from .futures import Tellers
     from .group_compression import GroupCompression
-    from .lazy_work import StartedWork
 
 __all__ = ["Call", "CollectiveRecord", "Group"]
 
@@ -83,8 +83,8 @@ class Group(Observed):
     the end.
 
     The ``fast_*`` and ``start_*`` attributes are the transport's short cuts, taken by the verbs directly; they are
-    ``not_now`` while the worker thread has calls to run or the group is closed, and those of collectives also while
-    all_reduces are being coalesced or a start hook is attached.
+    ``not_now`` while the worker thread has calls to run (the latter ``ONCE_IDLE``) or the group is closed, and those of
+    collectives also while all_reduces are being coalesced or a start hook is attached.
     """
 
     __slots__ = (
@@ -267,21 +267,12 @@ class Group(Observed):
             else:
                 work.set_result(call.result)
 
-        self._worker.submit(job, work.future)
-        self._refresh_fast()
+        self.hand_over(job, work.future)
         return work
 
-    def hand_over(self, work: StartedWork) -> None:
-        """Has the worker thread wait for ``work``, so that its future completes, in the order of the calls."""
-
-        def job() -> None:
-            try:
-                work.wait()
-            except BaseException as error:  # goes to whoever asks the future
-                forget_locals(error)
-                work._tell_future(error)
-
-        self._worker.submit(job, work.future)
+    def hand_over(self, job: Callable[[], None], done: Future[Any]) -> None:
+        """Has the worker thread run ``job``, which completes ``done``, after what it was given before."""
+        self._worker.submit(job, done)
         self._refresh_fast()
 
     def exchanger(self, nbytes: int) -> Callable[[torch.Tensor, str], torch.Tensor]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import abstractmethod
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import NativeUnavailableError
+from ..errors import NativeUnavailableError, forget_locals
 from ..ops import native
 from ..transport.base import has_ended
 from .work import Work
@@ -32,7 +32,7 @@ else:
             """Nobody makes one."""
 
 
-__all__ = ["LazyWork", "ShmHandle", "StartedWork"]
+__all__ = ["LazyWork", "ShmHandle", "StartedWork", "wait_and_tell"]
 
 _log = logging.getLogger("pycomm")
 _futures = threading.Lock()  # guards which handles have one, and which of those have been told
@@ -44,18 +44,14 @@ class LazyWork(Work):
     _group: Group
     _verb: str
     _value: Any  # what the call writes: the caller's own
+    _ending: Request  # ends with it, and keeps its memory alive until then
     _is_done: bool
     _error: BaseException | None
     _is_told = False  # the future, of how it has ended
 
-    @property
-    @abstractmethod
-    def _ending(self) -> Request:
-        """What ends with it, and keeps its memory alive until then."""
-
-    @abstractmethod
     def _have_waited_for(self) -> None:
-        """Has another thread wait, which tells the future."""
+        """Has another thread run ``wait_and_tell``."""
+        raise NotImplementedError
 
     @property
     def tellers(self) -> Tellers:  # type: ignore[override]
@@ -115,7 +111,7 @@ class StartedWork(ShmHandle, LazyWork):
         return f"{self._verb} of group {g.name!r} on rank {g.rank} of {g.world_size}"
 
     @property
-    def _ending(self) -> Request:
+    def _ending(self) -> Request:  # type: ignore[override]
         return cast("Request", self)  # it has what one has
 
     def has_been_seen_to_end(self) -> bool:
@@ -124,4 +120,15 @@ class StartedWork(ShmHandle, LazyWork):
 
     def _have_waited_for(self) -> None:
         # By the thread that runs the group's calls: so futures complete in the order of those.
-        self._group.hand_over(self)
+        assert self._future is not None
+        self._group.hand_over(partial(wait_and_tell, self), self._future)
+
+
+def wait_and_tell(work: LazyWork) -> None:
+    """Returns once ``work`` is complete or has failed, or its group's timeout is over; its future is told."""
+    try:
+        work.wait()
+    except BaseException as error:  # goes to whoever asks the future
+        forget_locals(error)
+        work._tell_future(error)
+    del work  # which the error would keep

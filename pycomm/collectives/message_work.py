@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..config import limit_s
 from ..errors import CollectiveTimeoutError, TransportError, forget_locals
-from .lazy_work import LazyWork, ShmHandle
+from .lazy_work import LazyWork, ShmHandle, wait_and_tell
 
 if TYPE_CHECKING:
     from ..transport.base import Request
@@ -37,7 +37,7 @@ class MessageWork(LazyWork):
         return f"{self._verb} {toward} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
 
     def _have_waited_for(self) -> None:
-        threading.Thread(target=_wait_and_tell, args=(self,), name="pycomm-message", daemon=True).start()
+        threading.Thread(target=wait_and_tell, args=(self,), name="pycomm-message", daemon=True).start()
 
     def source_rank(self) -> int:
         """Returns the global rank that the message came from. Raises TransportError before it is complete."""
@@ -52,7 +52,6 @@ class MessageWork(LazyWork):
 class RequestWork(MessageWork):
     """A message of any transport."""
 
-    _ending: Request = None  # type: ignore[assignment]
     _future: Future[Any] | None = None
     _is_asked = False
     _is_done = False
@@ -138,7 +137,7 @@ class NativeWork(ShmHandle, MessageWork):
         return None if self.source < 0 else self.source
 
     @property
-    def _ending(self) -> Request:
+    def _ending(self) -> Request:  # type: ignore[override]
         return cast("Request", self)  # it has what one has
 
 
@@ -146,13 +145,3 @@ class NativeWorkInGroup(NativeWork):
     """One whose ``source_rank`` is a rank of the group."""
 
     _is_global = False
-
-
-def _wait_and_tell(work: MessageWork) -> None:
-    """Returns once the message is complete or has failed, or its group's timeout is over; the future is told."""
-    try:
-        work.wait()
-    except BaseException as error:  # goes to whoever asks the future
-        forget_locals(error)
-        work._tell_future(error)
-    del work  # which the error would keep

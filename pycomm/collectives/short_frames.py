@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..types import ReduceOp
-from .tensors import ours
+from .tensors import operator_of
 
 if TYPE_CHECKING:
     from .board import Recorder
@@ -43,7 +43,7 @@ def _all_reduce(group: Group, recorder: Recorder | None, room: int, call: Any) -
 
     def all_reduce(tensor: Any = None, op: Any = ReduceOp.SUM, *others: Any) -> bool:
         if type(op) is not ReduceOp:
-            op = ours(op)
+            op = operator_of(op)
         # Tensors made here would be of the inference mode, and other threads may have to write them.
         if others or op is None or torch.is_inference_mode_enabled():
             return False

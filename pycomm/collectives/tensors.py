@@ -28,7 +28,7 @@ __all__ = [
     "dtype_name",
     "flatten",
     "joined",
-    "ours",
+    "operator_of",
 ]
 
 _warned_devices: set[str] = set()
@@ -41,7 +41,7 @@ TORCH_OPERATORS: dict[Any, ReduceOp] = {
 _their_types = {type(op) for op in TORCH_OPERATORS}
 
 
-def ours(op: object) -> ReduceOp | None:
+def operator_of(op: object) -> ReduceOp | None:
     """Returns the operator that one of torch's own stands for; None for anything else."""
     return TORCH_OPERATORS.get(op) if type(op) in _their_types else None
 
