@@ -71,15 +71,15 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item;
   const bool has_met = mine.are_shared();
   if (has_met && meet_in_heaps(output, input, call, mine)) return;
-  const bool is_streamed = output != input && results_.of(output, bytes, bytes);  // in place the lines have just been read
+  Result result = output != input ? result_into(call, output, bytes, bytes) : Result(false);  // in place the lines have just been read
   in_windows(  // in small pieces at any length: it is in place as a rule, and the ranks need not all do it alike
-      call, {bytes, 1, has_met, /*is_long=*/false, is_streamed},
+      call, {bytes, 1, has_met, /*is_long=*/false, result.is_streamed()},
       [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), input + offset, length); },
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? input + offset : part(r, 0);
-        if (output != input && !is_streamed) ask_to_write(output + offset, length);
-        reduce_from(output + offset, inputs_.data(), length / item, call, is_streamed);
+        if (output != input && !result.is_streamed()) ask_to_write(output + offset, length);
+        reduce_from(output + offset, inputs_.data(), length / item, call, result);
       });
 }
 
@@ -159,7 +159,7 @@ void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
     return reduce_from(output, inputs_.data(), call.numel, call);
   }
   // In place the lines have just been read: to write them past the caches would throw them out.
-  const bool is_streamed = output != row(mine) && results_.of(output, bytes, n * bytes);
+  Result result = output != row(mine) ? result_into(call, output, bytes, n * bytes) : Result(false);
   const std::size_t whole = row.lie_by_themselves() ? 0 : static_cast<std::size_t>(row(n - 1) - row(0)) + bytes;
   const Place place = row.lie_by_themselves() ? 0 : setup_.heaps->place(row(0), whole);
   const bool has_met = place != 0;
@@ -171,13 +171,13 @@ void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
       load_factors(call);
       for (int r = 0; r < ranks_; ++r)
         inputs_[r] = setup_.heaps->address(setup_.host_rank_of[r], told<Places>(r).input, whole) + (row(mine) - row(0));
-      reduce_from(output, inputs_.data(), call.numel, call, is_streamed);
+      reduce_from(output, inputs_.data(), call.numel, call, result);
       sync("reduce_scatter");
       return account(n * bytes, "reduce_scatter");
     }
   }
   in_windows(
-      call, {bytes, n, has_met, is_long(n * bytes), is_streamed},
+      call, {bytes, n, has_met, is_long(n * bytes), result.is_streamed()},
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != mine) put(part(rank_, r), row(r) + offset, length);
@@ -185,8 +185,8 @@ void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? row(mine) + offset : part(r, mine);
-        if (output != row(mine) && !is_streamed) ask_to_write(bytes_of(output) + offset, length);
-        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, is_streamed);
+        if (output != row(mine) && !result.is_streamed()) ask_to_write(bytes_of(output) + offset, length);
+        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, result);
       });
 }
 

@@ -17,9 +17,10 @@
 namespace pycomm::shm {
 namespace {
 
-constexpr const char* kVerbs[] = {"barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast",
-                                  "all_gather", "all_to_all", "gather", "scatter", "new_group"};
+constexpr const char* kVerbNames[kVerbs] = {"barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast",
+                                            "all_gather", "all_to_all", "gather", "scatter", "new_group"};
 
+constexpr std::size_t kKeptAtOnce = 4 * kBlock;  // shorter copies are over before the lines that they write have come
 constexpr std::size_t kStreamFrom = 768;         // where non-temporal stores win, they do from here on
 
 std::uint64_t encode(const Call& call) {
@@ -42,7 +43,7 @@ bool has_root(Verb verb) {
   return verb == Verb::kReduce || verb == Verb::kBroadcast || verb == Verb::kGather || verb == Verb::kScatter;
 }
 
-const char* verb_name(Verb verb) { return kVerbs[static_cast<int>(verb)]; }
+const char* verb_name(Verb verb) { return kVerbNames[static_cast<int>(verb)]; }
 
 Group::Group(Setup setup)
     : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_) {
@@ -332,8 +333,23 @@ void Group::put(void* to, const void* from, std::size_t bytes, bool is_long) con
   copy_by_blocks(to, from, bytes, by_pages);
 }
 
-void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams) const {
-  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), streams);
+void Group::keep(void* to, const void* from, std::size_t bytes, Result& result) const {
+  if (to == from || bytes == 0) return;  // a root's own buffer
+  const Result::Writing writing{result};
+  if (result.is_streamed()) return copy_streamed(to, from, bytes);
+  if (stores_ == Stores::kStrings && bytes >= kString) return copy_by_strings(to, from, bytes);
+  if (bytes >= kKeptAtOnce) return keep_by_blocks(to, from, bytes);
+  ask_to_write(to, bytes);
+  copy_plain(to, from, bytes);
+}
+
+void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const {
+  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), false);
+}
+
+void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, Result& result) const {
+  const Result::Writing writing{result};
+  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), result.is_streamed());
 }
 
 void Group::step_aside(std::uint32_t cpu) {

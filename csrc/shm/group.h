@@ -30,6 +30,7 @@
 // read again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -48,6 +49,7 @@
 #include "mailbox.h"
 #include "memory.h"
 #include "mapping.h"
+#include "results.h"
 #include "stores.h"
 #include "wait.h"
 
@@ -58,6 +60,8 @@ inline constexpr int kSpinsAlone = 1000;  // about 20 us, where every rank has a
 enum class Verb : std::uint8_t {
   kBarrier = 0, kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kAllToAll, kGather, kScatter, kNewGroup,
 };
+
+inline constexpr std::size_t kVerbs = static_cast<std::size_t>(Verb::kNewGroup) + 1;
 
 // How much of a call its function is to do; [Note: started calls].
 enum class Step : std::uint8_t { kWhole, kStart, kEnd };
@@ -293,7 +297,12 @@ class Group {
   // False where the call is only started: the payloads have yet to come.
   bool exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes, bool is_long = false) const;  // into memory that others will read
-  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
+  void keep(void* to, const void* from, std::size_t bytes, Result& result) const;  // what others have staged, where only its owner reads it
+  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const;
+  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, Result& result) const;
+  Result result_into(const Call& call, const void* output, std::size_t bytes, std::size_t message_bytes) {
+    return results_[static_cast<std::size_t>(call.verb)].of(output, bytes, message_bytes);
+  }
   // One-phase collectives of large messages: each rank fills its window, then takes from everybody's, piece by piece. The windows
   // lie in the rings, or are regions that two ranks swap.
   // A window has `parts` parts, one behind the other, each a piece of `total` bytes. `fill(part, offset, bytes)` and
@@ -413,7 +422,7 @@ class Group {
   bool is_closed_ = false;
   int lines_ = 0;            // of the payload that the call under way exchanges, to ask for ahead
   Stores stores_ = Stores::kPlain;  // by which what is staged reaches the other ranks the soonest
-  Streaming results_;        // that this rank writes past the caches
+  std::array<Results, kVerbs> results_;  // by verbs
   double line_ns_ = 0;
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured

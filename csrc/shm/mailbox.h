@@ -24,6 +24,7 @@
 #include "layout.h"
 #include "memory.h"
 #include "offer.h"
+#include "results.h"
 #include "stores.h"
 #include "wait.h"
 
@@ -105,7 +106,7 @@ class Mailbox {
     ChannelReader channel;
     Offer offer;
     bool is_open = false;             // a frame has been read, its bytes are not all here
-    bool is_streamed = false;         // they are written past the caches
+    std::optional<Result> result{};   // how they are written
     Frame frame{};
     Place place{};                    // of an offer
     std::size_t moved = 0;
@@ -169,7 +170,7 @@ class Mailbox {
   std::vector<Inbound> inbound_;
   std::size_t sends_ = 0;                              // under way, of all outbounds
   std::vector<std::shared_ptr<Message>> receives_;     // under way, in the order they were started
-  Streaming results_;                                  // that are written past the caches
+  Results results_;                                    // of all messages
   std::vector<int> receivers_, senders_;               // whom progress() moves bytes to and from
   std::uint64_t messages_ = 0;
   std::exception_ptr broken_;             // why nothing works any more

@@ -155,7 +155,8 @@ bool Mailbox::pull(int from, bool by_turns) {
       const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
       if (count == 0 || !channel.has(piece)) return moved;
       if (inbound.target) {
-        channel.read(inbound.target->data + inbound.moved, count, inbound.is_streamed);
+        const Result::Writing writing{*inbound.result};
+        channel.read(inbound.target->data + inbound.moved, count, inbound.result->is_streamed());
       } else if (!inbound.is_dropped) {
         channel.read(inbound.aside.data() + inbound.moved, count);
       } else {
@@ -182,7 +183,7 @@ void Mailbox::open_inbound(int from) {
     inbound.channel.go_to_next_line();
   }
   inbound.is_open = true;
-  inbound.is_streamed = false;
+  inbound.result.emplace(false);
   inbound.moved = 0;
   inbound.is_dropped = false;
   for (const auto& message : receives_) {
@@ -203,7 +204,7 @@ void Mailbox::open_inbound(int from) {
   const auto target = inbound.target;
   accept(*target, inbound.frame, from);
   if (!target->is_done) {
-    inbound.is_streamed = !inbound.frame.is_offer && results_.of(target->data, target->bytes, target->bytes);
+    if (!inbound.frame.is_offer) inbound.result.emplace(results_.of(target->data, target->bytes, target->bytes));
     return;
   }
   inbound.is_dropped = true;  // lengths differ: the bytes go nowhere
@@ -225,7 +226,8 @@ void Mailbox::take_offer(int from) {
 void Mailbox::close_inbound(Inbound& inbound) {
   inbound.channel.end_message();
   inbound.is_open = false;
-  if (inbound.is_streamed) store_fence();
+  if (inbound.result->is_streamed()) store_fence();
+  inbound.result.reset();
   if (inbound.target) {
     inbound.target->is_done = true;
     forget_receive(*inbound.target);

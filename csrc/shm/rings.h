@@ -30,7 +30,8 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   piece = even_piece(load.total, piece);
   const bool reads = reads_windows(call);
   // A fence after each block would cost more than it gains; and who only fills does nothing by turns.
-  const std::size_t block = stores_ == Stores::kStreamed || load.is_streamed || !reads ? piece : stores_ == Stores::kStrings && !has_root(call.verb) ? kString : kBlock;
+  const bool is_whole_piece = stores_ == Stores::kStreamed || load.is_streamed || has_root(call.verb);
+  const std::size_t block = is_whole_piece ? piece : stores_ == Stores::kStrings ? kString : kBlock;
   const std::uint64_t ahead = reads ? 0 : pieces - 1;
   struct Window {
     std::size_t offset, bytes, stride, place;

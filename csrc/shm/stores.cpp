@@ -83,12 +83,7 @@ void copy_by_strings(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__)
   const std::uintptr_t ahead = (reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from)) % kPage;
   if (ahead > 0 && ahead < kLine) return copy_by_blocks(to, from, bytes);  // that is slow, see copy_plain
-  while (bytes > 0) {
-    std::size_t length = bytes < kStringAtOnce + kString ? bytes : kStringAtOnce;
-    bytes -= length;
-    ask_to_read(static_cast<const char*>(from) + length, length);  // the next, or the block after this one
-    asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(length)::"memory");
-  }
+  asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes)::"memory");
 #else
   copy_by_blocks(to, from, bytes);
 #endif

@@ -95,7 +95,6 @@ inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes)
 enum class Stores : unsigned char { kPlain, kStrings, kStreamed };
 
 inline constexpr std::size_t kString = 4096;  // shorter ones fetch the lines
-inline constexpr std::size_t kStringAtOnce = 4 * kString;  // longer ones hardly gain, and meanwhile nobody asks for what comes next
 
 void copy_by_strings(void* to, const void* from, std::size_t bytes);  // of one at least
 
@@ -109,26 +108,5 @@ bool lies_in_memory(const void* data, std::size_t bytes);
 
 inline constexpr std::size_t kLongFrom = 4u << 20;  // a result of so many bytes leaves the caches anyway
 inline bool is_long(std::size_t bytes) { return bytes >= kLongFrom; }
-
-// Which results are written past the caches.
-class Streaming {
- public:
-  // That of a long message is, else what lies in none of them as the call begins. (AMD's Zen 3, all_gather of 512 KiB to 2 MiB into buffers
-  // used in turn: 0.6 to 0.9 of the time; streamed though the caches hold it, 1.4.) What was streamed lies in none the next time, though
-  // they might hold it by now: so now and then one is not. Each rank finds out for itself, and need not agree.
-  bool of(const void* output, std::size_t bytes, std::size_t message_bytes) {
-    if (is_long(message_bytes)) return memory_prefers_streams();
-    if (bytes < kProbeFrom || !memory_prefers_streams() || !lies_in_memory(output, bytes)) return false;
-    return ++found_in_memory_ % kPlainOnceIn != 0;
-  }
-
- private:
-  static constexpr std::size_t kProbeFrom = 512u << 10;  // of a result; to find out takes up to half a microsecond
-  // A prime: buffers used in turn, and calls of one kind, must not always meet the same. What one plain result leaves in the caches slows down several
-  // calls after it. (Zen 5, all_gather of 1 and 2 MiB into 16 buffers: every 13th plain, 1.6 of the time.)
-  static constexpr unsigned kPlainOnceIn = 101;
-
-  unsigned found_in_memory_ = 0;
-};
 
 }  // namespace pycomm::shm

@@ -17,21 +17,15 @@ inline unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(
 inline const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
 
 // Copies to or from a caller's buffer, which has no address where it has no elements; memcpy must not see that.
-inline void copy(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
-  if (bytes > 0) copy_by(is_streamed, to, from, bytes);
+inline void copy(void* to, const void* from, std::size_t bytes) {
+  if (bytes > 0) copy_plain(to, from, bytes);
+}
+inline void copy(void* to, const void* from, std::size_t bytes, Result& result) {
+  const Result::Writing writing{result};
+  if (bytes > 0) copy_by(result.is_streamed(), to, from, bytes);
 }
 
-inline constexpr std::size_t kKeptAtOnce = 4 * kBlock;  // shorter copies are over before the lines that they write have come
-
-// Copies what others have staged to where only its owner reads it.
-inline void keep(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
-  if (is_streamed) return copy_streamed(to, from, bytes);
-  if (bytes >= kKeptAtOnce) return keep_by_blocks(to, from, bytes);
-  ask_to_write(to, bytes);
-  copy(to, from, bytes);
-}
-
-// Stores by these what the ranks stage until it ends.
+// Stores by these what the ranks stage and keep until it ends.
 struct Group::Staging {
   Staging(Group& group, Stores stores) : group(group), stores_before(std::exchange(group.stores_, stores)) {}
   ~Staging() { group.stores_ = stores_before; }
