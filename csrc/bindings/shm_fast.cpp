@@ -124,6 +124,12 @@ bool do_overlap(const Flat& a, const Flat& b) {
   return a_start < b_start + b.bytes() && b_start < a_start + a.bytes();
 }
 
+// `part` is this rank's own place in `whole`, or not in it at all.
+bool may_share(const Cut& cut, const Flat& whole, const Flat& part) {
+  const auto* own = static_cast<unsigned char*>(whole.data) + static_cast<std::size_t>(cut.group->rank()) * part.bytes();
+  return part.data == own || !do_overlap(whole, part);
+}
+
 // The memory of a list's tensors, which live as long as this does: another thread may change the list meanwhile.
 class List {
  public:
@@ -219,7 +225,7 @@ PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Flat output, input;
   if (!make.is_well() || count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-  if (output.dtype != input.dtype || output.numel != ranks * input.numel || do_overlap(output, input)) Py_RETURN_FALSE;
+  if (output.dtype != input.dtype || output.numel != ranks * input.numel || !may_share(cut, output, input)) Py_RETURN_FALSE;
   Call call{Verb::kAllGather};
   call.dtype = input.dtype;
   call.numel = input.numel;
@@ -237,7 +243,7 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (!make.is_well() || count < 2 || count > 3 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
   if (!read_op(count > 2 ? args[2] : nullptr, input.dtype, call.op)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-  if (output.dtype != input.dtype || input.numel != ranks * output.numel || do_overlap(output, input)) Py_RETURN_FALSE;
+  if (output.dtype != input.dtype || input.numel != ranks * output.numel || !may_share(cut, input, output)) Py_RETURN_FALSE;
   call.dtype = input.dtype;
   call.numel = output.numel;
   return make(cut, call, input.bytes(), args[0], args[1], [to = output.data, from = input.data, bytes = output.bytes()](Group& group, const Call& its) {

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 import pycomm
 from harness import run_ranks, transport_params, wait_until
-from pycomm import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, ReduceOp
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, ReduceOp
 from pycomm.collectives.context import resolve
 from pycomm.collectives.lazy_work import StartedWork
 
@@ -272,6 +273,15 @@ def take_the_short_cut(rank: int) -> None:
             call(group=each)  # the first of its length tries how it goes
             work = call(group=each, async_op=True)
             assert isinstance(work, StartedWork) and work.wait()
+    whole = torch.ones(6)
+    own = whole[3 * rank : 3 * rank + 3]
+    in_place = partial(pycomm.all_gather_into_tensor, whole, own), partial(pycomm.reduce_scatter_tensor, own, whole)
+    for call in in_place:
+        call()
+        work = call(async_op=True)
+        assert isinstance(work, StartedWork) and work.wait()
+    with pytest.raises(ConfigError, match="share memory"):
+        pycomm.all_gather_into_tensor(whole, whole[1:4])
     tensor = torch.ones(3)
     assert pycomm.all_reduce(tensor, ReduceOp.SUM, None, False) is None
     assert pycomm.all_reduce(tensor, async_op=False) is None
