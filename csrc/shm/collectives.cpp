@@ -73,13 +73,13 @@ void Group::all_reduce_in_one_shot(unsigned char* output, const unsigned char* i
   if (has_met && meet_in_heaps(output, input, call, mine)) return;
   Result result = output != input ? result_into(call, output, bytes, bytes) : Result(false);  // in place the lines have just been read
   in_windows(  // in small pieces at any length: it is in place as a rule, and the ranks need not all do it alike
-      call, {bytes, 1, has_met, /*is_long=*/false, result.is_streamed()},
+      call, {bytes, 1, has_met, /*is_long=*/false, &result},
       [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), input + offset, length); },
       [&](auto part, std::size_t offset, std::size_t length) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? input + offset : part(r, 0);
         if (output != input && !result.is_streamed()) ask_to_write(output + offset, length);
-        reduce_from(output + offset, inputs_.data(), length / item, call, result);
+        reduce_from(output + offset, inputs_.data(), length / item, call, result.is_streamed());
       });
 }
 
@@ -167,17 +167,18 @@ void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
     if (call.step == Step::kStart) return;
     publish(call, Places{place, place});
     meet(call);
+    result.begin();
     if (count_shared() == ranks_) {  // each reads the part that is its own from the inputs themselves
       load_factors(call);
       for (int r = 0; r < ranks_; ++r)
         inputs_[r] = setup_.heaps->address(setup_.host_rank_of[r], told<Places>(r).input, whole) + (row(mine) - row(0));
-      reduce_from(output, inputs_.data(), call.numel, call, result);
+      reduce_from(output, inputs_.data(), call.numel, call, result.is_streamed());
       sync("reduce_scatter");
       return account(n * bytes, "reduce_scatter");
     }
   }
   in_windows(
-      call, {bytes, n, has_met, is_long(n * bytes), result.is_streamed()},
+      call, {bytes, n, has_met, is_long(n * bytes), &result},
       [&](auto part, std::size_t offset, std::size_t length) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != mine) put(part(rank_, r), row(r) + offset, length);
@@ -186,7 +187,7 @@ void Group::reduce_scatter(void* output, const Blocks& row, const Call& call) {
         load_factors(call);
         for (int r = 0; r < ranks_; ++r) inputs_[r] = r == rank_ ? row(mine) + offset : part(r, mine);
         if (output != row(mine) && !result.is_streamed()) ask_to_write(bytes_of(output) + offset, length);
-        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, result);
+        reduce_from(bytes_of(output) + offset, inputs_.data(), length / item, call, result.is_streamed());
       });
 }
 

@@ -304,8 +304,9 @@ void Group::publish_in_windows(const Call& call, const Load& load) {
 }
 
 bool Group::meet_in_windows(const Call& call, const Load& load) {
+  if (!load.has_met) meet(call);
+  if (load.result != nullptr) load.result->begin();
   if (load.has_met) return false;
-  meet(call);
   return count_shared() == 0;
 }
 
@@ -333,23 +334,17 @@ void Group::put(void* to, const void* from, std::size_t bytes, bool is_long) con
   copy_by_blocks(to, from, bytes, by_pages);
 }
 
-void Group::keep(void* to, const void* from, std::size_t bytes, Result& result) const {
+void Group::keep(void* to, const void* from, std::size_t bytes, bool is_streamed) const {
   if (to == from || bytes == 0) return;  // a root's own buffer
-  const Result::Writing writing{result};
-  if (result.is_streamed()) return copy_streamed(to, from, bytes);
+  if (is_streamed) return copy_streamed(to, from, bytes);
   if (stores_ == Stores::kStrings && bytes >= kString) return copy_by_strings(to, from, bytes);
   if (bytes >= kKeptAtOnce) return keep_by_blocks(to, from, bytes);
   ask_to_write(to, bytes);
   copy_plain(to, from, bytes);
 }
 
-void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const {
-  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), false);
-}
-
-void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, Result& result) const {
-  const Result::Writing writing{result};
-  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), result.is_streamed());
+void Group::reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams) const {
+  pycomm::reduce(output, inputs, ranks_, numel, call.dtype, call.op, factors_.data(), streams);
 }
 
 void Group::step_aside(std::uint32_t cpu) {

@@ -297,9 +297,8 @@ class Group {
   // False where the call is only started: the payloads have yet to come.
   bool exchange(const Call& call, const void* data, std::size_t bytes);
   void put(void* to, const void* from, std::size_t bytes, bool is_long = false) const;  // into memory that others will read
-  void keep(void* to, const void* from, std::size_t bytes, Result& result) const;  // what others have staged, where only its owner reads it
-  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call) const;
-  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, Result& result) const;
+  void keep(void* to, const void* from, std::size_t bytes, bool is_streamed) const;  // what others have staged, where only its owner reads it
+  void reduce_from(void* output, const void* const* inputs, std::size_t numel, const Call& call, bool streams = false) const;
   Result result_into(const Call& call, const void* output, std::size_t bytes, std::size_t message_bytes) {
     return results_[static_cast<std::size_t>(call.verb)].of(output, bytes, message_bytes);
   }
@@ -311,7 +310,8 @@ class Group {
     std::size_t total, parts = 1;
     bool has_met = false;      // the ranks have compared their headers, and filled nothing before
     bool is_long = false;      // its results leave the caches; as the numbers above the same on every rank
-    bool is_streamed = false;  // this rank's `use` writes past the caches
+    Result* result = nullptr;  // of this rank
+    bool is_streamed() const { return result != nullptr && result->is_streamed(); }  // its `use` writes past the caches
   };
   // Tells of the window that this rank has filled, with its header, unless the ranks have met already.
   void publish_in_windows(const Call& call, const Load& load);

@@ -155,7 +155,6 @@ bool Mailbox::pull(int from, bool by_turns) {
       const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
       if (count == 0 || !channel.has(piece)) return moved;
       if (inbound.target) {
-        const Result::Writing writing{*inbound.result};
         channel.read(inbound.target->data + inbound.moved, count, inbound.result->is_streamed());
       } else if (!inbound.is_dropped) {
         channel.read(inbound.aside.data() + inbound.moved, count);
@@ -204,7 +203,7 @@ void Mailbox::open_inbound(int from) {
   const auto target = inbound.target;
   accept(*target, inbound.frame, from);
   if (!target->is_done) {
-    if (!inbound.frame.is_offer) inbound.result.emplace(results_.of(target->data, target->bytes, target->bytes));
+    if (!inbound.frame.is_offer) inbound.result.emplace(results_.of(target->data, target->bytes, target->bytes)).begin();
     return;
   }
   inbound.is_dropped = true;  // lengths differ: the bytes go nowhere

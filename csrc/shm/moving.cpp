@@ -31,12 +31,12 @@ void Group::broadcast(void* data, const Call& call) {
   Result result = is_root ? Result(false) : result_into(call, data, bytes, bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
-        call, {bytes, 1, has_met, is_long(bytes), result.is_streamed()},
+        call, {bytes, 1, has_met, is_long(bytes), &result},
         [&](auto part, std::size_t offset, std::size_t length) {
           if (is_root) put(part(rank_, 0), bytes_of(data) + offset, length, is_long(bytes));
         },
         [&](auto part, std::size_t offset, std::size_t length) {
-          if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, result);
+          if (!is_root) keep(bytes_of(data) + offset, part(call.root, 0), length, result.is_streamed());
         });
   };
   if (!may_deliver(bytes)) return stage(false);
@@ -58,12 +58,12 @@ void Group::all_gather(const Blocks& output, const void* input, const Call& call
   Result result = result_into(call, block(are_apart ? (rank_ + 1) % ranks_ : 0), are_apart ? bytes : n * bytes, n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
-        call, {bytes, 1, has_met, is_long(n * bytes), result.is_streamed()},
+        call, {bytes, 1, has_met, is_long(n * bytes), &result},
         [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), bytes_of(input) + offset, length); },
         [&](auto part, std::size_t offset, std::size_t length) {
           for (int r = 0; r < ranks_; ++r) {
             const unsigned char* const from = r == rank_ ? bytes_of(input) + offset : part(r, 0);
-            if (block(r) + offset != from) keep(block(r) + offset, from, length, result);
+            if (block(r) + offset != from) keep(block(r) + offset, from, length, result.is_streamed());
           }
         });
   };
@@ -71,8 +71,9 @@ void Group::all_gather(const Blocks& output, const void* input, const Call& call
   if (call.step == Step::kStart) return;
   publish(call, source_of(input));
   meet(call);
+  result.begin();
   const auto read = [&] {
-    if (block(rank_) != input) copy(block(rank_), input, bytes, result);
+    if (block(rank_) != input) copy(block(rank_), input, bytes, result.is_streamed());
     bool could = true;
     for (int i = 1; i < ranks_ && could; ++i) {  // each begins with another one
       const int r = (rank_ + i) % ranks_;
@@ -97,21 +98,21 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
   const auto stage = [&](bool has_met) {
     std::size_t kept = 0;  // of the root's own
     in_windows(
-        call, {bytes, 1, has_met, is_long(whole), result.is_streamed()},
+        call, {bytes, 1, has_met, is_long(whole), &result},
         [&](auto part, std::size_t offset, std::size_t length) {
           if (!is_root) put(part(rank_, 0), bytes_of(input) + offset, length);
         },
         [&](auto part, std::size_t offset, std::size_t length) {
           if (!is_root) return;
           for (; kept < offset + length; kept += kOwnAtOnce)
-            copy(bytes_of(outputs[rank_]) + kept, bytes_of(input) + kept, std::min(kOwnAtOnce, bytes - kept), result);
+            copy(bytes_of(outputs[rank_]) + kept, bytes_of(input) + kept, std::min(kOwnAtOnce, bytes - kept), result.is_streamed());
           for (int r = 0; r < ranks_; ++r)
-            if (r != rank_) keep(bytes_of(outputs[r]) + offset, part(r, 0), length, result);
+            if (r != rank_) keep(bytes_of(outputs[r]) + offset, part(r, 0), length, result.is_streamed());
         });
   };
   if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
   const int other = 1 - call.root;
-  const auto copy_own = [&] { if (is_root) copy(outputs[rank_], input, bytes, result); };  // meanwhile the other writes all of its own
+  const auto copy_own = [&] { result.begin(); if (is_root) copy(outputs[rank_], input, bytes, result.is_streamed()); };  // meanwhile the other writes all of its own
   deliver(call, other, is_root ? outputs[other] : const_cast<void*>(input), bytes, bytes, copy_own, [&] { stage(true); });
 }
 
@@ -130,18 +131,18 @@ void Group::scatter(void* output, const void* const* inputs, const Call& call) {
   Result result = result_into(call, output, bytes, n * bytes);
   const auto stage = [&](bool has_met) {
     in_windows(
-        call, {bytes, n, has_met, is_long(n * bytes), result.is_streamed()},
+        call, {bytes, n, has_met, is_long(n * bytes), &result},
         [&](auto part, std::size_t offset, std::size_t length) {
           for (std::size_t r = 0; is_root && r < n; ++r)
             if (r != mine) put(part(rank_, r), bytes_of(inputs[r]) + offset, length);
         },
         [&](auto part, std::size_t offset, std::size_t length) {
           const unsigned char* from = is_root ? bytes_of(inputs[mine]) + offset : part(call.root, mine);
-          keep(bytes_of(output) + offset, from, length, result);
+          keep(bytes_of(output) + offset, from, length, result.is_streamed());
         });
   };
   if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
-  const auto copy_own = [&] { if (is_root) copy(output, inputs[mine], bytes, result); };  // meanwhile the other reads all that it gets
+  const auto copy_own = [&] { result.begin(); if (is_root) copy(output, inputs[mine], bytes, result.is_streamed()); };  // meanwhile the other reads all that it gets
   deliver(call, call.root, is_root ? const_cast<void*>(inputs[1 - mine]) : output, bytes, 0, copy_own, [&] { stage(true); });
 }
 
@@ -190,11 +191,12 @@ void Group::all_to_all(void* const* outputs, const void* const* inputs, const st
   const bool are_one = lie_as_one(outputs, output_splits, n, item);
   const std::size_t received = are_one ? std::accumulate(output_splits, output_splits + n, std::size_t{0}) : output_splits[next];
   Result result = result_into(call, outputs[are_one ? 0 : next], received * item, n * longest);
-  const auto copy_own = [&] { copy(outputs[me], inputs[me], input_splits[me] * item, result); };
+  result.begin();
+  const auto copy_own = [&] { copy(outputs[me], inputs[me], input_splits[me] * item, result.is_streamed()); };
   const auto stage = [&] {
     copy_own();
     in_windows(
-        call, {longest, n, /*has_met=*/true, is_long(n * longest), result.is_streamed()},
+        call, {longest, n, /*has_met=*/true, is_long(n * longest), &result},
         [&](auto part, std::size_t offset, std::size_t length) {
           for (std::size_t r = 0; r < n; ++r)
             if (r != me) put(part(rank_, r), bytes_of(inputs[r]) + offset, piece_of(input_splits[r], offset, length));
@@ -202,7 +204,7 @@ void Group::all_to_all(void* const* outputs, const void* const* inputs, const st
         [&](auto part, std::size_t offset, std::size_t length) {
           for (std::size_t r = 0; r < n; ++r)
             if (r != me)
-              keep(bytes_of(outputs[r]) + offset, part(static_cast<int>(r), me), piece_of(output_splits[r], offset, length), result);
+              keep(bytes_of(outputs[r]) + offset, part(static_cast<int>(r), me), piece_of(output_splits[r], offset, length), result.is_streamed());
         });
   };
   if (!may_be_read(lengths.least * item) || longest > kDirectTo || !may_go_directly(chosen_.exchanges_directly.of(longest))) return stage();

@@ -5,8 +5,8 @@
 // in turn, 0.6 to 0.9 of the time. Streamed though the caches hold it, a result takes 1.4. A long one never is in them. Where a shorter one lies, a rank
 // finds out as the call begins; but what was streamed lies in memory the next time for that very reason, though the caches might hold it by
 // now. (Zen 5, all_gather of 256 KiB into 16 buffers of 512 KiB: 29 us for good, where 20 would do.) So it tries by turns: some calls write
-// plainly whatever it finds, others stream what lies in memory, and the rest go as took less. It goes by the time of its own copies, and need
-// not agree with the other ranks.
+// plainly whatever it finds, others stream what lies in memory, and the rest go as took less, from when all ranks had come. (By the time of
+// the copies alone plain ones win too often, as what they leave in the caches is written back afterwards.) The ranks need not agree.
 #pragma once
 
 #include <cstddef>
@@ -28,35 +28,24 @@ class Result {
   explicit Result(bool is_streamed) : is_streamed_(is_streamed) {}
   Result(bool is_streamed, Ways& ways, unsigned way, std::size_t bytes) : is_streamed_(is_streamed), ways_(&ways), way_(way), bytes_(bytes) {}
   ~Result() {
-    if (ways_ != nullptr && ns_ > 0) ways_->took(way_, static_cast<double>(ns_) / static_cast<double>(bytes_));
+    if (start_ns_ > 0) ways_->took(way_, static_cast<double>(monotonic_ns() - start_ns_) / static_cast<double>(bytes_));
   }
   Result(Result&& other)
-      : is_streamed_(other.is_streamed_), ways_(std::exchange(other.ways_, nullptr)), way_(other.way_), bytes_(other.bytes_), ns_(other.ns_) {}
+      : is_streamed_(other.is_streamed_), ways_(other.ways_), way_(other.way_), bytes_(other.bytes_), start_ns_(std::exchange(other.start_ns_, 0)) {}
   Result& operator=(Result&&) = delete;
 
   bool is_streamed() const { return is_streamed_; }
-
-  // While it is being written.
-  class Writing {
-   public:
-    explicit Writing(Result& result) : result_(result), start_ns_(result.ways_ != nullptr ? monotonic_ns() : 0) {}
-    ~Writing() {
-      if (result_.ways_ != nullptr) result_.ns_ += monotonic_ns() - start_ns_;
-    }
-    Writing(const Writing&) = delete;
-    Writing& operator=(const Writing&) = delete;
-
-   private:
-    Result& result_;
-    const std::int64_t start_ns_;
-  };
+  // From now on nothing is waited for but what takes its time; until the end of its scope.
+  void begin() {
+    if (ways_ != nullptr && start_ns_ == 0) start_ns_ = monotonic_ns();
+  }
 
  private:
   const bool is_streamed_;
-  Ways* ways_ = nullptr;  // to tell of what it took
+  Ways* const ways_ = nullptr;  // to tell of what it took
   const unsigned way_ = 0;
   const std::size_t bytes_ = 0;
-  std::int64_t ns_ = 0;
+  std::int64_t start_ns_ = 0;
 };
 
 // The results of calls of one kind.

@@ -30,7 +30,7 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   piece = even_piece(load.total, piece);
   const bool reads = reads_windows(call);
   // A fence after each block would cost more than it gains; and who only fills does nothing by turns.
-  const bool is_whole_piece = stores_ == Stores::kStreamed || load.is_streamed || has_root(call.verb);
+  const bool is_whole_piece = stores_ == Stores::kStreamed || load.is_streamed() || has_root(call.verb);
   const std::size_t block = is_whole_piece ? piece : stores_ == Stores::kStrings ? kString : kBlock;
   const std::uint64_t ahead = reads ? 0 : pieces - 1;
   struct Window {

@@ -48,7 +48,7 @@ void Group::in_swaps(const Call& call, const Load& load, Fill fill, Use use) {
   const std::size_t piece = even_piece(load.total, kRegionBytes), stride = step_of(piece), steps = (piece + stride - 1) / stride;
   // By turns, [Note: by turns], where there is something to fill. A fence after each block would cost more than that gains; and a whole step
   // at once the processor reads further ahead by itself: 32 and 64 KiB take 0.85 of the time, 4 KiB 0.97.
-  const bool by_turns = !load.is_streamed && load.total > kRegionBytes;
+  const bool by_turns = !load.is_streamed() && load.total > kRegionBytes;
   const std::size_t block = !by_turns ? stride : stores_ == Stores::kStrings ? kString : kBlock;
   const auto apply = [&](auto& function, unsigned char* window, std::size_t offset, std::size_t at, std::size_t end) {
     if (at >= end) return;

@@ -58,9 +58,8 @@ void Group::try_exchange(const Call& call, std::size_t bytes) {
   const std::vector<unsigned char> sent = memory_to_try(tried);
   std::vector<unsigned char> received = memory_to_try(tried);
   const Load load{tried, 1, /*has_met=*/true};
-  Result result(false);
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) { put(part(rank_, 0), sent.data() + offset, length); };
-  const auto use = [&](auto part, std::size_t offset, std::size_t length) { keep(received.data() + offset, part(1 - rank_, 0), length, result); };
+  const auto use = [&](auto part, std::size_t offset, std::size_t length) { keep(received.data() + offset, part(1 - rank_, 0), length, /*is_streamed=*/false); };
   const auto by_rings = repeated(tried, [&] { in_rings(call, load, fill, use); });
   const auto by_swaps = repeated(tried, [&] { in_swaps(call, load, fill, use); });
   const char* const verb = verb_name(call.verb);
@@ -75,14 +74,14 @@ void Group::try_exchange(const Call& call, std::size_t bytes) {
 void Group::try_one_way(const Call& call, std::size_t bytes) {
   const std::size_t tried = is_long(bytes) ? kLongFrom : std::clamp(bytes, kTriedFrom, kTriedTo);
   std::vector<unsigned char> data = memory_to_try(tried);  // sent, or received
-  const Load load{tried, 1, /*has_met=*/true, is_long(tried), is_long(tried) && memory_prefers_streams()};
+  Result result(is_long(tried) && memory_prefers_streams());
+  const Load load{tried, 1, /*has_met=*/true, is_long(tried), &result};
   const bool reads = reads_windows(call);
-  Result result(load.is_streamed);
   const auto fill = [&](auto part, std::size_t offset, std::size_t length) {
     if (!reads) put(part(rank_, 0), data.data() + offset, length, load.is_long);
   };
   const auto use = [&](auto part, std::size_t offset, std::size_t length) {
-    if (reads) keep(data.data() + offset, part(rank_ == call.root ? (rank_ + 1) % ranks_ : call.root, 0), length, result);
+    if (reads) keep(data.data() + offset, part(rank_ == call.root ? (rank_ + 1) % ranks_ : call.root, 0), length, result.is_streamed());
   };
   const auto by_rings = repeated(tried, [&] { in_rings(call, load, fill, use); });
   const char* const verb = verb_name(call.verb);

@@ -17,12 +17,8 @@ inline unsigned char* bytes_of(void* data) { return static_cast<unsigned char*>(
 inline const unsigned char* bytes_of(const void* data) { return static_cast<const unsigned char*>(data); }
 
 // Copies to or from a caller's buffer, which has no address where it has no elements; memcpy must not see that.
-inline void copy(void* to, const void* from, std::size_t bytes) {
-  if (bytes > 0) copy_plain(to, from, bytes);
-}
-inline void copy(void* to, const void* from, std::size_t bytes, Result& result) {
-  const Result::Writing writing{result};
-  if (bytes > 0) copy_by(result.is_streamed(), to, from, bytes);
+inline void copy(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
+  if (bytes > 0) copy_by(is_streamed, to, from, bytes);
 }
 
 // Stores by these what the ranks stage and keep until it ends.
