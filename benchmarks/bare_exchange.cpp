@@ -6,7 +6,8 @@
 //            that a line crosses once.
 //   shared   of two buffers that both ranks reach: reads its half of both, writes the sum into both, between two meetings.
 // broadcast
-//   staged   the root copies it, window by window, to where the other one copies it from, past the caches.
+//   staged   the root copies it, window by window, to where the other one copies it from: by strings (csrc/shm/stores.h), from 4 MiB on past
+//            the caches. Nobody waits for more than a window, or for room in a ring.
 //   direct   each copies a half from memory to memory, the root by process_vm_writev, the other by process_vm_readv.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -23,17 +24,17 @@ namespace {
 struct alignas(128) Word {
   std::atomic<unsigned long> value;
 };
-constexpr std::size_t kWindow = 256 << 10, kWindows = 4;
+constexpr std::size_t kWindow = 16 << 10, kWindows = 128, kLong = 4 << 20;
 struct Memory {
-  Word published[2], met[2], staged, taken;
+  Word published[2], met[2], staged[2], taken[2];
   int pids[2];
   char* targets[2];
   alignas(4096) float regions[2][1 << 18];
-  alignas(4096) char windows[kWindows][kWindow];
+  alignas(4096) char windows[2][kWindows][kWindow];
 };
 Memory* memory = nullptr;
 int rank = 0;
-unsigned long calls = 0, meetings = 0, windows = 0;
+unsigned long calls = 0, meetings = 0, windows[2] = {};
 
 void await(const Word& word, unsigned long value) {
   while (word.value.load(std::memory_order_acquire) < value) __builtin_ia32_pause();
@@ -67,13 +68,15 @@ void copy_past_the_caches(char* to, const char* from, std::size_t bytes) {
   _mm_sfence();
 }
 
+void copy_by_strings(char* to, const char* from, std::size_t bytes) { asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes)::"memory"); }
+
 float* pointer(PyObject* address) { return static_cast<float*>(PyLong_AsVoidPtr(address)); }
 
 // join(address, rank): of as many bytes as `size` says, zeros, that both ranks reach.
 PyObject* join(PyObject*, PyObject* const* args, Py_ssize_t) {
   memory = reinterpret_cast<Memory*>(pointer(args[0]));
   rank = static_cast<int>(PyLong_AsLong(args[1]));
-  calls = meetings = windows = 0;
+  calls = meetings = windows[0] = windows[1] = 0;
   memory->pids[rank] = getpid();
   Py_RETURN_NONE;
 }
@@ -99,22 +102,23 @@ PyObject* reduce_shared(PyObject*, PyObject* const* args, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
-// broadcast_staged(address, bytes, root): of whole windows, or less than one.
+// broadcast_staged(address, bytes, root): of whole windows.
 PyObject* broadcast_staged(PyObject*, PyObject* const* args, Py_ssize_t) {
   char* const data = static_cast<char*>(PyLong_AsVoidPtr(args[0]));
-  const std::size_t bytes = PyLong_AsSize_t(args[1]), piece = bytes < kWindow ? bytes : kWindow;
-  const bool is_root = PyLong_AsLong(args[2]) == rank;
-  meet();
-  for (std::size_t offset = 0; offset < bytes; offset += piece) {
-    char* const window = memory->windows[windows % kWindows];
-    if (is_root) {
-      if (windows >= kWindows) await(memory->taken, windows + 1 - kWindows);
-      copy_ahead(window, data + offset, piece);
-      memory->staged.value.store(++windows, std::memory_order_release);
+  const std::size_t bytes = PyLong_AsSize_t(args[1]);
+  const long root = PyLong_AsLong(args[2]);
+  unsigned long& passed = windows[root];
+  Word &staged = memory->staged[root], &taken = memory->taken[root];
+  for (std::size_t offset = 0; offset < bytes; offset += kWindow) {
+    char* const window = memory->windows[root][passed++ % kWindows];
+    if (root == rank) {
+      if (passed > kWindows) await(taken, passed - kWindows);
+      (bytes < kLong ? copy_by_strings : copy_ahead)(window, data + offset, kWindow);
+      staged.value.store(passed, std::memory_order_release);
     } else {
-      await(memory->staged, windows + 1);
-      copy_past_the_caches(data + offset, window, piece);
-      memory->taken.value.store(++windows, std::memory_order_release);
+      await(staged, passed);
+      (bytes < kLong ? copy_by_strings : copy_past_the_caches)(data + offset, window, kWindow);
+      taken.value.store(passed, std::memory_order_release);
     }
   }
   Py_RETURN_NONE;
