@@ -5,7 +5,7 @@
 // it, is whole: with less, two ends that keep pace would soon tell each other of every line. Each message begins on a
 // line of its own, so that no line is read while it is written.
 //
-// Which stores reach the reader sooner the writer finds out by its own time, as it waits for the lines that it stores to, and for those of a
+// Whether to copy by blocks or by strings each end finds out by its own time, as it waits for the lines that it stores to, and for those of a
 // long message, which may lie in memory.
 #pragma once
 
@@ -30,6 +30,8 @@ class ChannelEnd {
   // How much of the piece is left: the most that is read or written at a time.
   std::size_t left() const { return kPieceBytes - at_ % kPieceBytes; }
   bool is_between_pieces() const { return whole_ == at_; }
+  // Whether it has been round the ring, whose lines the other end never had before: that is not as all that comes after it.
+  bool is_walked() const { return at_ >= ring_bytes_; }
   // Tells the other end how far this one is with whole pieces and messages; true if there was anything to tell.
   bool tell() {
     if (told_ == whole_) return false;
@@ -48,6 +50,16 @@ class ChannelEnd {
     at_ += bytes;
     if (at_ % kPieceBytes == 0) whole_ = at_;
   }
+  // Copies a part of a long message, or of another one.
+  template <class ByBlocks>
+  void copy(void* to, const void* from, std::size_t count, bool is_long, ByBlocks by_blocks) {
+    if (count < kString || !is_walked()) return by_blocks();
+    FewWays<2>& ways = ways_[is_long];
+    const bool by_strings = ways.choose() != 0;
+    const std::int64_t start_ns = ways.is_timed() ? monotonic_ns() : 0;
+    by_strings ? copy_by_strings(to, from, count) : by_blocks();
+    if (ways.is_timed()) ways.took(by_strings, static_cast<double>(monotonic_ns() - start_ns) / static_cast<double>(count));
+  }
 
   unsigned char* ring_;
   std::size_t ring_bytes_;
@@ -55,14 +67,15 @@ class ChannelEnd {
   const std::uint64_t& other_;
   std::uint64_t at_, whole_;     // how far this end is, and where the last piece or message ended
   std::uint64_t told_, seen_;    // what the other end knows of this one, and what this one knows of it
+
+ private:
+  FewWays<2> ways_[2];
 };
 
 class ChannelWriter : public ChannelEnd {
  public:
   using ChannelEnd::ChannelEnd;
 
-  // Whether it has been round the ring, whose lines the reader never had before: that is not as all that comes after it.
-  bool is_walked() const { return at_ >= ring_bytes_; }
   bool has_room(std::size_t bytes) {
     const auto room = [this] { return ring_bytes_ - (at_ - seen_); };
     if (room() >= bytes) return true;
@@ -71,20 +84,9 @@ class ChannelWriter : public ChannelEnd {
   }
   // A part of a long message, or of another one.
   void write(const void* bytes, std::size_t count, bool is_long = false) {
-    if (count < kString || !is_walked()) {
-      copy_by_blocks(here(), bytes, count);
-    } else {
-      FewWays<2>& ways = ways_[is_long];
-      const bool by_strings = ways.choose() != 0;
-      const std::int64_t start_ns = ways.is_timed() ? monotonic_ns() : 0;
-      by_strings ? copy_by_strings(here(), bytes, count) : copy_by_blocks(here(), bytes, count);
-      if (ways.is_timed()) ways.took(by_strings, static_cast<double>(monotonic_ns() - start_ns) / static_cast<double>(count));
-    }
+    copy(here(), bytes, count, is_long, [&] { copy_by_blocks(here(), bytes, count); });
     go_on(count);
   }
-
- private:
-  FewWays<2> ways_[2];
 };
 
 class ChannelReader : public ChannelEnd {
@@ -101,13 +103,13 @@ class ChannelReader : public ChannelEnd {
     __builtin_prefetch(here());
     return load_acquire(other_) != at_;
   }
-  // Past the caches if it `streams`; then store_fence() has to follow the last one.
-  void read(void* bytes, std::size_t count, bool streams = false) {
-    if (streams) {
-      copy_streamed_unfenced(bytes, here(), count);
-    } else {
-      keep_by_blocks(bytes, here(), count);
-    }
+  void read(void* bytes, std::size_t count, bool is_long = false) {
+    copy(bytes, here(), count, is_long, [&] { keep_by_blocks(bytes, here(), count); });
+    go_on(count);
+  }
+  // The same past the caches; store_fence() has to follow the last one.
+  void read_past_the_caches(void* bytes, std::size_t count) {
+    copy_streamed_unfenced(bytes, here(), count);
     go_on(count);
   }
   // Asks for as many bytes of this piece as will be read next.

@@ -154,8 +154,10 @@ bool Mailbox::pull(int from, bool by_turns) {
     while (inbound.moved < inbound.frame.bytes) {
       const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
       if (count == 0 || !channel.has(piece)) return moved;
-      if (inbound.target) {
-        channel.read(inbound.target->data + inbound.moved, count, inbound.result->is_streamed());
+      if (inbound.target && inbound.result->is_streamed()) {
+        channel.read_past_the_caches(inbound.target->data + inbound.moved, count);
+      } else if (inbound.target) {
+        channel.read(inbound.target->data + inbound.moved, count, is_long(inbound.frame.bytes));
       } else if (!inbound.is_dropped) {
         channel.read(inbound.aside.data() + inbound.moved, count);
       } else {
