@@ -22,6 +22,7 @@ class FewWays {
     tried_ = number / each % ways;
     if (number % each == 0) {
       times_ns_.clear();
+      times_ns_.reserve(each);  // for `took`, which destructors call
       usual_ns_[tried_] = std::numeric_limits<double>::max();  // where none comes to its end
     }
     return tried_;

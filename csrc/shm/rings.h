@@ -29,7 +29,7 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   if (!take_turns() && has_root(call.verb)) piece = std::min(piece, std::max(stores_ == Stores::kStrings ? kString : kLeastPiece, load.total / kLeastPieces / kLine * kLine));
   piece = even_piece(load.total, piece);
   const bool reads = reads_windows(call);
-  // A fence after each block would cost more than it gains; and who only fills does nothing by turns.
+  // A fence after each block would cost more than it gains; and with one root a rank only fills, or only reads, and does nothing by turns.
   const bool is_whole_piece = stores_ == Stores::kStreamed || load.is_streamed() || has_root(call.verb);
   const std::size_t block = is_whole_piece ? piece : stores_ == Stores::kStrings ? kString : kBlock;
   const std::uint64_t ahead = reads ? 0 : pieces - 1;

@@ -85,13 +85,14 @@ inline void copy_by(bool streams, void* to, const void* from, std::size_t bytes)
   copy_plain(to, from, bytes);
 }
 
-// How a rank writes what other cores will read.
+// How a rank writes what other cores will read, and keeps what they have written.
 //
 // [Note: strings]
 // A plain store to a line that another core holds fetches the line first, only to overwrite it. A `rep movsb` of 4 KiB or more does not: it takes
 // the line from the other core without its bytes. A non-temporal store does not either, but sends the bytes to memory, from where they are
 // read. (Zen 5, 64 KiB from one core to another through a ring of 2 MiB: plain 1.5, strings 1.3, streamed 3.9 us within one L3;
-// 10.3, 4.5 and 5.6 between two.) Where a processor has no such instruction, or a slow one, trials do not choose it.
+// 10.3, 4.5 and 5.6 between two.) What came so is kept so: a target that lies in no L2 is not fetched either. To ask meanwhile for what comes next costs
+// more than it gains. Where a processor has no such instruction, or a slow one, trials do not choose it.
 enum class Stores : unsigned char { kPlain, kStrings, kStreamed };
 
 inline constexpr std::size_t kString = 4096;  // shorter ones fetch the lines

@@ -264,6 +264,22 @@ void choose_without_offers() {
   }
 }
 
+// Results are written the way that took less from when they began; one that never began, as its call failed, says nothing.
+void choose_results(bool begins) {
+  Result::Ways ways;
+  constexpr unsigned kEach = 16, kTried = 2 * 2 * kEach;
+  for (unsigned i = 0; i < kTried; ++i) {
+    const unsigned way = ways.choose(kEach);
+    expect(way == i / kEach % 2, "the ways by turns");
+    if (!ways.is_timed()) continue;
+    Result result(/*is_streamed=*/true, ways, way, 1000);
+    Result moved(std::move(result));
+    if (way == 0 || begins) moved.begin();
+    std::this_thread::sleep_for(std::chrono::microseconds(way == 0 ? 2000 : 100));
+  }
+  for (unsigned i = 0; i < kEach; ++i) expect(ways.choose(kEach) == (begins ? 1u : 0u), "the faster way, of those that are known");
+}
+
 // Nobody comes: what the channel has room for is sent all the same.
 void withdraw_offers() {
   Host host(2);
@@ -333,6 +349,8 @@ void test_direct() {
   choose_by_time(Going::kAtOnce, 0);
   choose_by_time(Going::kOffered, 10'000);
   choose_without_offers();
+  choose_results(true);
+  choose_results(false);
   withdraw_offers();
   give_up_an_offer(false);
   give_up_an_offer(true);
