@@ -278,11 +278,13 @@ void Group::load_factors(const Call& call) {
 
 // -- windows --------------------------------------------------------------------------------------------------------------
 
-void Group::use_ring() {
-  if (has_ring_) return;
-  // This rank's own; the others' are populated by their owners before anything in them is published.
-  or_tell([&] { mapping_->populate(at_.rings + static_cast<std::size_t>(rank_) * at_.ring_bytes, at_.ring_bytes, at_.ring_bytes >= kHugePage); });
-  has_ring_ = true;
+void Group::use_ring(bool is_common) {
+  bool& has = is_common ? has_common_ : has_ring_;
+  if (has) return;
+  // The others' are populated by their owners before anything in them is published.
+  const auto ring = static_cast<std::size_t>(is_common ? ranks_ : rank_);
+  or_tell([&] { mapping_->populate(at_.rings + ring * at_.ring_bytes, at_.ring_bytes, at_.ring_bytes >= kHugePage); });
+  has = true;
 }
 
 void Group::use_region() {
@@ -291,11 +293,11 @@ void Group::use_region() {
   has_region_ = true;
 }
 
-std::size_t Group::take(std::size_t bytes) {
+std::size_t Group::take(std::size_t bytes, std::size_t& cursor) const {
   bytes = round_up(bytes, kLine);
-  if (cursor_ + bytes > at_.ring_bytes) cursor_ = 0;
-  const std::size_t place = cursor_;
-  cursor_ += bytes;
+  if (cursor + bytes > at_.ring_bytes) cursor = 0;
+  const std::size_t place = cursor;
+  cursor += bytes;
   return place;
 }
 

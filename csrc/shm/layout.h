@@ -99,7 +99,7 @@ struct AreaLayout {
   std::size_t mail_control, mail_sleepers, mail_counters; // the same for point-to-point messages
   std::size_t slots, slot_stride;
   std::size_t resident;                                  // up to here every rank populates; the rest when first needed
-  std::size_t rings, regions;
+  std::size_t rings, regions;                            // of two ranks a third ring, which both fill
   std::size_t channels, total;
 
   static AreaLayout of(int ranks) {
@@ -136,7 +136,7 @@ struct AreaLayout {
     at.slot_stride = round_up(sizeof(Header) + at.slot_bytes, kPage);
     at.slots = take(n * 2 * at.slot_stride, kPage);
     at.resident = round_up(end, kPage);
-    at.rings = take(n * at.ring_bytes, at.ring_bytes >= kHugePage ? kHugePage : kPage);
+    at.rings = take((n + (ranks == 2)) * at.ring_bytes, at.ring_bytes >= kHugePage ? kHugePage : kPage);
     at.regions = take(ranks == 2 ? 2 * kRegionBytes : 0, kPage);
     at.channels = take(n * n * at.channel_bytes, kPage);
     at.total = round_up(end, kHugePage);

@@ -33,30 +33,33 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   const bool is_whole_piece = stores_ == Stores::kStreamed || load.is_streamed() || has_root(call.verb);
   const std::size_t block = is_whole_piece ? piece : stores_ == Stores::kStrings ? kString : kBlock;
   const std::uint64_t ahead = reads ? 0 : pieces - 1;
+  const bool is_common = ranks_ == 2 && has_root(call.verb) && !take_turns();  // [Note: the common ring]
   struct Window {
     std::size_t offset, bytes, stride, place;
   };
   const auto take_window = [&](std::size_t offset) {
     const std::size_t bytes = std::min(piece, load.total - offset), stride = round_up(bytes, kLine);
-    return Window{offset, bytes, stride, take(load.parts * stride)};
+    return Window{offset, bytes, stride, take(load.parts * stride, is_common ? common_.cursor : cursor_)};
   };
   const auto apply = [&](auto& function, const Window& window, std::size_t at) {
     if (at >= window.bytes) return;
-    const auto part = [&](int rank, std::size_t i) { return staged(rank, window.place + i * window.stride + at); };
+    const auto part = [&](int rank, std::size_t i) { return staged(is_common ? ranks_ : rank, window.place + i * window.stride + at); };
     function(part, window.offset + at, std::min(block, window.bytes - at));
   };
   // Who starts a call fills all of its windows, if they take no more than a large one may, as which the others then count.
   if (call.step == Step::kStart && (load.parts * round_up(load.total, kLine) > at_.window_bytes || load.total > kMostStarted * piece)) return;
-  use_ring();
+  use_ring(is_common);
+  const std::size_t cursor = cursor_;
+  const Common common = common_;
+  if (is_common) common_.begin(reads ? 1 - rank_ : rank_, goes_back_);
   if (call.step == Step::kStart) {
-    const std::size_t cursor = cursor_;
     for (std::size_t offset = 0, i = 0; offset < load.total; offset += piece, ++i) {
       const Window window = take_window(offset);
       for (std::size_t at = 0; at < window.bytes; at += block) apply(fill, window, at);
       if (i == 0) publish_in_windows(call, load);
       publish_window(window_ + i);
     }
-    cursor_ = cursor;  // their places are taken when the call ends
+    cursor_ = cursor, common_ = common;  // their places are taken when the call ends
     return;
   }
   const bool is_whole = call.step == Step::kWhole;

@@ -76,17 +76,29 @@ void Group::try_one_way(const Call& call, std::size_t bytes) {
   std::vector<unsigned char> data = memory_to_try(tried);  // sent, or received
   Result result(is_long(tried) && memory_prefers_streams());
   const Load load{tried, 1, /*has_met=*/true, is_long(tried), &result};
-  const bool reads = reads_windows(call);
-  const auto fill = [&](auto part, std::size_t offset, std::size_t length) {
-    if (!reads) put(part(rank_, 0), data.data() + offset, length, load.is_long);
+  const auto send = [&](const Call& way) {
+    const bool reads = reads_windows(way);
+    const auto fill = [&](auto part, std::size_t offset, std::size_t length) {
+      if (!reads) put(part(rank_, 0), data.data() + offset, length, load.is_long);
+    };
+    const auto use = [&](auto part, std::size_t offset, std::size_t length) {
+      if (reads) keep(data.data() + offset, part(rank_ == way.root ? (rank_ + 1) % ranks_ : way.root, 0), length, result.is_streamed());
+    };
+    in_rings(way, load, fill, use);
   };
-  const auto use = [&](auto part, std::size_t offset, std::size_t length) {
-    if (reads) keep(data.data() + offset, part(rank_ == call.root ? (rank_ + 1) % ranks_ : call.root, 0), length, result.is_streamed());
-  };
-  const auto by_rings = repeated(tried, [&] { in_rings(call, load, fill, use); });
+  const auto by_rings = repeated(tried, [&] { send(call); });
   const char* const verb = verb_name(call.verb);
   walk_ring(verb, std::max(tried, kTimed), by_rings);
-  chosen_.one_way_by.of(bytes) = fastest_stores(verb, bytes, /*may_be_strings=*/true, by_rings);
+  const Stores best = fastest_stores(verb, bytes, /*may_be_strings=*/true, by_rings);
+  chosen_.one_way_by.of(bytes) = best;
+  if (ranks_ > 2) return;
+  Call back = call;
+  back.root = 1 - call.root;
+  const auto to_and_fro = repeated(2 * tried, [&] { send(call), send(back); });
+  const auto going = [&](bool goes_back) {
+    return by(best, [this, goes_back, to_and_fro] { goes_back_ = goes_back, to_and_fro(); });
+  };
+  chosen_.goes_back.of(bytes) = *is_faster(verb, going(false), going(true), kByStrings);
 }
 
 }  // namespace pycomm::shm

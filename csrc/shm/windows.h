@@ -47,6 +47,7 @@ void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   }
   const bool swaps = may_swap(call.verb) && *chosen_.swaps.of(load.total);
   const auto& chosen_by = swaps ? chosen_.swaps_by : goes_one_way ? chosen_.one_way_by : chosen_.rings_by;
+  goes_back_ = goes_one_way && chosen_.goes_back.of(load.total).value_or(false);
   const Staging staging{*this, chosen_by.of(load.total).value_or(stores_)};
   swaps ? in_swaps(call, load, fill, use) : in_rings(call, load, fill, use);
   if (call.step != Step::kStart) account(load.total, verb_name(call.verb));

@@ -3,6 +3,7 @@
 #include "shm_ranks.h"
 
 #include <algorithm>
+#include <random>
 
 namespace pycomm::shm::test {
 namespace {
@@ -181,6 +182,54 @@ void long_results(int rank, Group& world) {
   expect(same(wide, input_of(root, n * numel)), named("long broadcast", rank, n * numel));
 }
 
+// Now one rank sends and now another one, what no other call has sent, and who reads is late at times: [Note: the common ring].
+void to_and_fro(int rank, Group& world, unsigned seed) {
+  constexpr Verb kRooted[] = {Verb::kBroadcast, Verb::kReduce, Verb::kGather, Verb::kScatter};
+  std::minstd_rand dice(seed);  // every rank throws the same
+  const int ranks = world.ranks();
+  const std::size_t n = static_cast<std::size_t>(ranks);
+  for (int i = 0; i < 150; ++i) {
+    const Verb verb = kRooted[dice() % 4];
+    const int root = static_cast<int>(dice() % n), late = static_cast<int>(dice() % (4 * n));
+    const std::size_t longest = i % 50 == 49 ? 700'000 : 1u << (8 + dice() % 10), numel = 1 + dice() % longest;
+    const auto value = [&](int of, std::size_t at) { return static_cast<float>((1009 * i + 101 * of + static_cast<int>(at % 997)) % 65536); };
+    const auto filled = [&](int of) {
+      std::vector<float> values(numel);
+      for (std::size_t at = 0; at < numel; ++at) values[at] = value(of, at);
+      return values;
+    };
+    std::vector<std::vector<float>> all;
+    std::vector<void*> blocks;
+    for (int r = 0; r < ranks; ++r) all.push_back(filled(r));
+    std::vector<float> mine = all[static_cast<std::size_t>(rank)], result(numel);
+    if (late == rank) {
+      const struct timespec nap{0, 200'000};
+      nanosleep(&nap, nullptr);
+    }
+    const Call call = call_of(verb, numel, root);
+    const std::string what = named(verb_name(verb), rank, numel) + " to and fro";
+    if (verb == Verb::kBroadcast) {
+      world.broadcast(mine.data(), call);
+      expect(same(mine, all[static_cast<std::size_t>(root)]), what);
+    } else if (verb == Verb::kReduce) {
+      world.reduce(result.data(), mine.data(), call);
+      for (int r = 0; rank == root && r < ranks; ++r)
+        for (std::size_t at = 0; at < numel; ++at) result[at] -= all[static_cast<std::size_t>(r)][at];  // whole numbers, so nothing is rounded
+      expect(same(result, std::vector<float>(numel)), what);
+    } else if (verb == Verb::kGather) {
+      std::vector<float> gathered(n * numel);
+      for (std::size_t r = 0; rank == root && r < n; ++r) blocks.push_back(gathered.data() + r * numel);
+      world.gather(blocks.data(), mine.data(), call);
+      for (std::size_t r = 0; rank == root && r < n; ++r) expect(same(gathered.data() + r * numel, all[r].data(), numel), what);
+    } else {
+      for (std::size_t r = 0; rank == root && r < n; ++r) blocks.push_back(all[r].data());
+      world.scatter(result.data(), blocks.data(), call);
+      expect(same(result, mine), what);
+    }
+    if (dice() % 8 == 0) world.barrier({Verb::kBarrier});
+  }
+}
+
 // Small calls, with a pause now and then, so that some waits spin, some yield and some sleep.
 void barriers(int rank, Group& world) {
   for (int i = 0; i < 300; ++i) {
@@ -195,9 +244,26 @@ void barriers(int rank, Group& world) {
   }
 }
 
+void go_to_and_fro() {
+  unsigned seed = 1;
+  for (const int ranks : {2, 3}) {
+    for (const bool goes_back : {true, false}) {
+      for (const Stores stores : {Stores::kPlain, Stores::kStrings, Stores::kStreamed}) {
+        Host host(ranks);
+        host.choices.delivers_directly = false;
+        host.choices.one_way_by = stores;
+        host.choices.goes_back = goes_back;
+        run("to and fro", host, [seed](int rank, Group& world) { to_and_fro(rank, world, seed); });
+        ++seed;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void test_collectives() {
+  go_to_and_fro();
   const struct { int ranks, ranks_per_core; std::optional<bool> swaps; std::optional<Stores> by; } kWorlds[] = {
       {1, 1, {}, {}}, {2, 1, false, Stores::kStrings}, {2, 1, true, Stores::kStrings}, {2, 1, true, Stores::kStreamed},
       {2, 2, {}, {}}, {3, 1, {}, {}}, {4, 2, {}, {}}, {5, 3, {}, {}}};
