@@ -256,7 +256,7 @@ void Group::meet(const Call& call, std::size_t payload_bytes) {
 void Group::report_mismatch(const Call& call) {
   // Some ranks have staged and told of something for this call and some have not; all go on behind it.
   window_ += std::max(kMostSteps, kMostStarted) + 1;
-  cursor_ = 0;
+  cursor_ = 0, common_ = Common{};
   if (log_ != nullptr) log_->fail();
   // One of the calls may be that of a rank that has died since, another one that of a rank which goes on without it.
   check_lost(verb_name(call.verb));

@@ -98,7 +98,7 @@ void Group::try_one_way(const Call& call, std::size_t bytes) {
   const auto going = [&](bool goes_back) {
     return by(best, [this, goes_back, to_and_fro] { goes_back_ = goes_back, to_and_fro(); });
   };
-  chosen_.goes_back.of(bytes) = *is_faster(verb, going(false), going(true), kByStrings);
+  chosen_.goes_back.of(bytes) = *is_faster(verb, going(false), going(true));
 }
 
 }  // namespace pycomm::shm

@@ -227,6 +227,12 @@ void to_and_fro(int rank, Group& world, unsigned seed) {
       expect(same(result, mine), what);
     }
     if (dice() % 8 == 0) world.barrier({Verb::kBarrier});
+    if (dice() % 8 == 0) {  // some ranks have filled windows then, and others have not
+      std::vector<float> unlike(20'000);
+      expect_throw<Mismatch>("calls that differ, to and fro", [&] {
+        rank == root ? world.broadcast(unlike.data(), call_of(Verb::kBroadcast, unlike.size(), root)) : world.barrier({Verb::kBarrier});
+      });
+    }
   }
 }
 
