@@ -6,8 +6,8 @@
 //            that a line crosses once.
 //   shared   of two buffers that both ranks reach: reads its half of both, writes the sum into both, between two meetings.
 // broadcast
-//   staged   the root copies it, window by window, to where the other one copies it from: by strings (csrc/shm/stores.h), from 4 MiB on past
-//            the caches. Nobody waits for more than a window, or for room in a ring.
+//   staged   the root copies it, window by window, to where the other one copies it from: by strings (csrc/shm/stores.h), the other one's
+//            copy from 4 MiB on past the caches. Each begins at the same place, in lines that its root has just read where the roots take turns.
 //   direct   each copies a half from memory to memory, the root by process_vm_writev, the other by process_vm_readv.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -26,15 +26,15 @@ struct alignas(128) Word {
 };
 constexpr std::size_t kWindow = 16 << 10, kWindows = 128, kLong = 4 << 20;
 struct Memory {
-  Word published[2], met[2], staged[2], taken[2];
+  Word published[2], met[2], staged, taken;
   int pids[2];
   char* targets[2];
   alignas(4096) float regions[2][1 << 18];
-  alignas(4096) char windows[2][kWindows][kWindow];
+  alignas(4096) char windows[kWindows][kWindow];
 };
 Memory* memory = nullptr;
 int rank = 0;
-unsigned long calls = 0, meetings = 0, windows[2] = {};
+unsigned long calls = 0, meetings = 0, windows = 0;
 
 void await(const Word& word, unsigned long value) {
   while (word.value.load(std::memory_order_acquire) < value) __builtin_ia32_pause();
@@ -53,13 +53,6 @@ void add_to_both(float* __restrict__ own, float* __restrict__ other, std::size_t
   for (std::size_t i = 0; i < count; ++i) own[i] = other[i] = own[i] + other[i];
 }
 
-void copy_ahead(char* to, const char* from, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += 64) {
-    _mm_prefetch(from + at + 4096, _MM_HINT_T0);
-    std::memcpy(to + at, from + at, 64);
-  }
-}
-
 void copy_past_the_caches(char* to, const char* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += 16) {
     if (at % 64 == 0) _mm_prefetch(from + at + 2048, _MM_HINT_T0);
@@ -76,7 +69,7 @@ float* pointer(PyObject* address) { return static_cast<float*>(PyLong_AsVoidPtr(
 PyObject* join(PyObject*, PyObject* const* args, Py_ssize_t) {
   memory = reinterpret_cast<Memory*>(pointer(args[0]));
   rank = static_cast<int>(PyLong_AsLong(args[1]));
-  calls = meetings = windows[0] = windows[1] = 0;
+  calls = meetings = windows = 0;
   memory->pids[rank] = getpid();
   Py_RETURN_NONE;
 }
@@ -106,19 +99,19 @@ PyObject* reduce_shared(PyObject*, PyObject* const* args, Py_ssize_t) {
 PyObject* broadcast_staged(PyObject*, PyObject* const* args, Py_ssize_t) {
   char* const data = static_cast<char*>(PyLong_AsVoidPtr(args[0]));
   const std::size_t bytes = PyLong_AsSize_t(args[1]);
-  const long root = PyLong_AsLong(args[2]);
-  unsigned long& passed = windows[root];
-  Word &staged = memory->staged[root], &taken = memory->taken[root];
+  const bool is_root = PyLong_AsLong(args[2]) == rank;
+  if (is_root) await(memory->taken, windows);
   for (std::size_t offset = 0; offset < bytes; offset += kWindow) {
-    char* const window = memory->windows[root][passed++ % kWindows];
-    if (root == rank) {
-      if (passed > kWindows) await(taken, passed - kWindows);
-      (bytes < kLong ? copy_by_strings : copy_ahead)(window, data + offset, kWindow);
-      staged.value.store(passed, std::memory_order_release);
+    char* const window = memory->windows[offset / kWindow % kWindows];
+    ++windows;
+    if (is_root) {
+      if (offset >= kWindows * kWindow) await(memory->taken, windows - kWindows);
+      copy_by_strings(window, data + offset, kWindow);
+      memory->staged.value.store(windows, std::memory_order_release);
     } else {
-      await(staged, passed);
+      await(memory->staged, windows);
       (bytes < kLong ? copy_by_strings : copy_past_the_caches)(data + offset, window, kWindow);
-      taken.value.store(passed, std::memory_order_release);
+      memory->taken.value.store(windows, std::memory_order_release);
     }
   }
   Py_RETURN_NONE;
