@@ -166,11 +166,11 @@ class Mailbox {
   std::mutex mutex_;                      // guards everything below
   std::condition_variable changed_;       // a message that others wait for, or who drives them on
   std::condition_variable called_;        // the helper
+  Results results_;                       // of all messages; those that are on their way tell it at their end
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
   std::size_t sends_ = 0;                              // under way, of all outbounds
   std::vector<std::shared_ptr<Message>> receives_;     // under way, in the order they were started
-  Results results_;                                    // of all messages
   std::vector<int> receivers_, senders_;               // whom progress() moves bytes to and from
   std::uint64_t messages_ = 0;
   std::exception_ptr broken_;             // why nothing works any more

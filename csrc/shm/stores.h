@@ -75,7 +75,7 @@ inline void keep_by_blocks(void* to, const void* from, std::size_t bytes) {
     char* const target = static_cast<char*>(to) + offset;
     const char* const source = static_cast<const char*>(from) + offset;
     ask_to_write(target, length);
-    std::memmove(target, source, of_any_length(length));  // both may be a root's own buffer
+    std::memcpy(target, source, of_any_length(length));
   }
 }
 
