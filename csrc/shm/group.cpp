@@ -308,8 +308,7 @@ void Group::publish_in_windows(const Call& call, const Load& load) {
 bool Group::meet_in_windows(const Call& call, const Load& load) {
   if (!load.has_met) meet(call);
   if (load.result != nullptr) load.result->begin();
-  if (load.has_met) return false;
-  return count_shared() == 0;
+  return !load.has_met && count_shared() == 0;
 }
 
 void Group::publish_window(std::uint64_t window) {

@@ -20,6 +20,9 @@
 // enough that w-2, w-1 and w do not touch.
 // A rank that only fills, the root of a broadcast, may be further ahead, by small windows: all that it is ahead is less than one
 // large one, which is what the others may still read when it fills the first of its next call.
+// The ring is longer than that for speed: on AMD's Zen 3 a line that both cores still hold in their L2 costs 10 ns to write and
+// read again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
+//
 // [Note: the common ring]
 // Of two ranks, what only one of them fills lies in a ring of its own that both fill. When the other one sends, it has read all that was ever
 // sent to it, and nobody reads what it sent before: so it may begin where the last message began, in lines that it has just read, and they cross
@@ -31,9 +34,6 @@
 // so they need nothing more of this rank. The rest is done when its caller waits or asks for it, or at this rank's next call, which comes
 // after it. So no thread has to be woken (two of Zen 5's cores: 42 us), and nobody waits in the middle of it. The function that does the call
 // runs twice, up to where it would wait and on from there (Call::step). What has more to send than it may lay down at once is not started.
-//
-// The ring is longer than that for speed: on AMD's Zen 3 a line that both cores still hold in their L2 costs 10 ns to write and
-// read again, one that has gone to the L3 4 ns. So a rank walks through more memory than its L2 holds.
 #pragma once
 
 #include <array>

@@ -45,8 +45,8 @@ void Group::broadcast(void* data, const Call& call) {
     if (exchange(call, data, is_root ? bytes : 0) && !is_root) copy(data, payload(call.root, bytes), bytes);
     return;
   }
-  Result result = is_root ? Result(false) : result_into(call, data, bytes, bytes);
   const auto stage = [&](bool has_met) {
+    Result result = is_root ? Result(false) : result_into(call, data, bytes, bytes);
     in_windows(
         call, {bytes, 1, has_met, is_long(bytes), &result},
         [&](auto part, std::size_t offset, std::size_t length) {
