@@ -20,6 +20,7 @@ inline constexpr int kToL1 = 3, kToL2 = 2;  // the compiler's numbers for where 
 class ReadAhead {
  public:
   PYCOMM_HD explicit constexpr ReadAhead(bool by_pages) : by_pages_(by_pages) {}
+  PYCOMM_HD constexpr bool by_pages() const { return by_pages_; }
 
   // For a loop that takes the `bytes` at `from` now, and then those behind them. (By numbers: what is asked for may lie
   // behind the end, which does no harm.)

@@ -1,5 +1,5 @@
-// How the k largest magnitudes are found: the order of elements, the digits of a radix selection, the sample that guesses
-// the threshold, and what follows from how many elements reach the guess. CPU and CUDA share it.
+// How the k largest magnitudes are found: the order of elements, the sample that guesses the threshold, and what follows from
+// how many elements reach the guess. CPU and CUDA share it.
 #pragma once
 
 #include <cmath>
@@ -10,46 +10,6 @@ namespace pycomm {
 
 // Elements are ordered by these bits of theirs, read as an integer: NaN > infinity > all else.
 inline constexpr std::int32_t kMagnitude = 0x7FFFFFFF;
-
-// A radix selection looks at the 31 bits in three goes, the highest first.
-struct RadixDigit {
-  int shift, bits;
-};
-inline constexpr int kRadixRounds = 3, kRadixBins = 1 << 11;
-PYCOMM_HD constexpr RadixDigit radix_digit(int round) {
-  return round == 0 ? RadixDigit{20, 11} : round == 1 ? RadixDigit{10, 10} : RadixDigit{0, 10};
-}
-
-// What is known of the rank-th largest magnitude after some of the digits.
-struct RadixPrefix {
-  std::int32_t key;    // its first bits
-  std::int32_t known;  // which bits those are
-  std::size_t above;   // elements whose first bits are larger
-
-  PYCOMM_HD bool holds(std::int32_t magnitude) const { return (magnitude & known) == key; }
-
-  // Takes the digit from a histogram of the elements that `holds` is true for: the bin that has the rank-th of all.
-  template <class Count>
-  PYCOMM_HD void take(RadixDigit digit, std::size_t rank, Count count_of_bin) {
-    const std::int32_t mask = (1 << digit.bits) - 1;
-    std::int32_t bin = mask;
-    for (; bin > 0; --bin) {
-      const std::size_t here = count_of_bin(bin);
-      if (above + here >= rank) break;
-      above += here;
-    }
-    append(digit, bin);
-  }
-
-  PYCOMM_HD void append(RadixDigit digit, std::int32_t bin) {
-    key |= bin << digit.shift;
-    known |= ((1 << digit.bits) - 1) << digit.shift;
-  }
-};
-
-PYCOMM_HD std::int32_t radix_bin(RadixDigit digit, std::int32_t magnitude) {
-  return magnitude >> digit.shift & ((1 << digit.bits) - 1);
-}
 
 // Which elements are looked at for a guess: every n-th cache line. `rank`, counted in the sample, is where the guess is
 // taken, so that with near certainty at least k elements reach it, but not many more; 0: no guess, everything reaches it.

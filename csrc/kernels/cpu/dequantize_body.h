@@ -56,19 +56,18 @@ PYCOMM_HD __m256i float16_of(FloatCode<F, saturates>, __m128i codes) {
   return bit_cast<__m256i>((bits & 0xBFFF) | ((bits & 0x3F80) == 0x3F80));
 }
 
-// Elements [0, n) for the largest multiple n of 16 up to `count`; returns n.
+// Elements [0, n) for the largest multiple n of 16 up to `count`; returns n. `scale` is that of float16_of().
 template <class Code, Put put>
 PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
   using V = typename Floats::Of<float>;
-  constexpr float kFactor = Code::kExponentBits == 5 ? 1.0f : 256.0f;
   std::size_t i = 0;
   for (; i + 16 <= count; i += 16) {
     const __m256i halves = float16_of(Code{}, load_at<__m128i>(codes, i));
 #if PYCOMM_VECTOR_BYTES == 64
-    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(halves)) * kFactor * scale);
+    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(halves)) * scale);
 #else
-    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(_mm256_castsi256_si128(halves))) * kFactor * scale);
-    put_values<Floats, put>(to, i + 8, bit_cast<V>(half_to_float(_mm256_extracti128_si256(halves, 1))) * kFactor * scale);
+    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(_mm256_castsi256_si128(halves))) * scale);
+    put_values<Floats, put>(to, i + 8, bit_cast<V>(half_to_float(_mm256_extracti128_si256(halves, 1))) * scale);
 #endif
   }
   return i;
@@ -79,7 +78,11 @@ template <class Code, Put put>
 PYCOMM_HD void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
   std::size_t done = 0;
 #if PYCOMM_VECTOR_BYTES >= 32
-  if constexpr (kIsFloat8<Code>) done = decode_float8<Code, put>(to, codes, count, scale);
+  if constexpr (kIsFloat8<Code>) {
+    // A power of two: the product rounds as that of the number itself does, but where this factor is too large.
+    const float scale_of_halves = scale * (Code::kExponentBits == 5 ? 1.0f : 256.0f);
+    if (scale_of_halves - scale_of_halves == 0) done = decode_float8<Code, put>(to, codes, count, scale_of_halves);
+  }
 #endif
   for_lanes(count - done, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);

@@ -4,11 +4,12 @@
 // few standard deviations beyond the expected one is taken; so the candidates are k and a bit more. Where many elements
 // are equal (a gradient that is mostly zeros), the guess may be their magnitude; a second pass then collects what is above
 // it, and if that is fewer than k, the guess was the exact threshold. Whatever the guess, the answer is the same: if it
-// was too high or far too low, a radix selection over the whole input (three histograms, of 11, 10 and 10 bits) finds it.
+// was too high or far too low, the selection goes over the whole input.
 #include "../topk.h"
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "../common/select.h"
 #include "../copy.h"
@@ -25,28 +26,70 @@ std::int32_t magnitude_at(const float* values, std::size_t i) {
   return bits & kMagnitude;
 }
 
-// The rank-th largest of `count` magnitudes, 1 <= rank <= count; `above`: elements that are larger.
-RadixPrefix select_rank(const float* values, std::size_t count, std::size_t rank) {
-  RadixPrefix found{0, 0, 0};
-  for (int round = 0; round < kRadixRounds; ++round) {
-    const RadixDigit digit = radix_digit(round);
-    std::uint32_t histogram[2][kRadixBins] = {};  // two, so that equal neighbours do not wait for each other
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::int32_t key = magnitude_at(values, i);
-      histogram[i & 1][radix_bin(digit, key)] += found.holds(key);  // a third of them: nobody could foretell a branch
-    }
-    found.take(digit, rank, [&](std::int32_t bin) { return std::size_t{histogram[0][bin]} + histogram[1][bin]; });
+std::int32_t least_of(const float* values, std::size_t count) {
+  std::int32_t least = kMagnitude;
+  for (std::size_t i = 0; i < count; ++i) least = std::min(least, magnitude_at(values, i));
+  return least;
+}
+
+// The rank-th largest of `count` magnitudes, 1 <= rank <= count, and how many are larger.
+struct Ranked {
+  std::int32_t key;
+  std::size_t above;
+};
+
+// A histogram of what lies between the smallest and the largest, then one of what lies in the bin that has the rank, until that has
+// few, which are sorted. So magnitudes that are near each other, as those of candidates are, spread over all bins (neighbours that are
+// counted in the same one would wait for each other), and as a rule one histogram does.
+Ranked select_rank(const float* values, std::size_t count, std::size_t rank) {
+  constexpr int kBits = 11;
+  constexpr std::size_t kFew = 256;
+  std::int32_t least = kMagnitude, most = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int32_t magnitude = magnitude_at(values, i);
+    least = std::min(least, magnitude), most = std::max(most, magnitude);
   }
-  return found;
+  std::size_t above = 0, inside = count;
+  auto span = static_cast<std::uint32_t>(most - least);
+  const auto for_inside = [&](auto body) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto place = static_cast<std::uint32_t>(magnitude_at(values, i) - least);
+      if (place <= span) body(i, place);  // all of them, or hardly any
+    }
+  };
+  while (inside > kFew && span > 0) {
+    int shift = 0;
+    while (span >> shift >> kBits != 0) ++shift;
+    std::uint32_t histogram[2][1 << kBits] = {};  // two, for neighbours that are equal
+    for_inside([&](std::size_t i, std::uint32_t place) { ++histogram[i & 1][place >> shift]; });
+    std::uint32_t bin = span >> shift;
+    for (;; --bin) {
+      inside = std::size_t{histogram[0][bin]} + histogram[1][bin];
+      if (above + inside >= rank) break;
+      above += inside;
+    }
+    least += static_cast<std::int32_t>(bin << shift);
+    span = std::min(span - (bin << shift), (1u << shift) - 1);
+  }
+  if (span == 0) return {least, above};
+  std::uint32_t few[kFew] = {};
+  std::size_t found = 0;
+  for_inside([&](std::size_t, std::uint32_t place) { few[found++] = place; });
+  std::sort(few, few + found, std::greater<>());
+  const std::uint32_t place = few[rank - above - 1];
+  above += static_cast<std::size_t>(std::find(few, few + found, place) - few);
+  return {least + static_cast<std::int32_t>(place), above};
 }
 
 // A magnitude that with near certainty at least k elements reach, but not many more.
 std::int32_t guess_threshold(const float* flat, const float* residual, std::size_t numel, std::size_t k, float* sample) {
   const SamplePlan plan(numel, k, std::min(kTopkSample, std::max<std::size_t>(16 * 1024, numel / 64)));
   if (plan.rank == 0) return 0;
-  for (std::size_t i = 0; i < plan.count; ++i) {
-    const std::size_t j = plan.index(i);
-    sample[i] = residual ? flat[j] + residual[j] : flat[j];
+  for (std::size_t i = 0; i < plan.count; i += SamplePlan::kLine) {
+    const std::size_t first = plan.index(i);
+    for (std::size_t j = 0; j < SamplePlan::kLine; ++j) {
+      sample[i + j] = residual ? flat[first + j] + residual[first + j] : flat[first + j];
+    }
   }
   return select_rank(sample, plan.count, plan.rank).key;
 }
@@ -115,7 +158,11 @@ TopkResult topk(const TopkJob& job) {
   pass.values = reinterpret_cast<float*>(pass.indices + capacity);
   float* const sample = pass.values + capacity;
   const auto take_k_of = [&](std::size_t found) {
-    const RadixPrefix exact = select_rank(pass.values, found, job.k);
+    if (found == job.k) {
+      write_all(job, pass, found);
+      return TopkResult{least_of(pass.values, found), found, true};
+    }
+    const Ranked exact = select_rank(pass.values, found, job.k);
     write_chosen(job, pass.indices, pass.values, found, exact.key, job.k - exact.above);
     return TopkResult{exact.key, job.k, true};
   };
@@ -143,7 +190,7 @@ TopkResult topk(const TopkJob& job) {
     }
     if (above <= capacity) return take_k_of(above);
   }
-  const RadixPrefix exact = select_rank(pass.flat, job.numel, job.k);
+  const Ranked exact = select_rank(pass.flat, job.numel, job.k);
   write_chosen(job, nullptr, pass.flat, job.numel, exact.key, job.k - exact.above);
   return {exact.key, job.k, true};
 }

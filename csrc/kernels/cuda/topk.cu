@@ -11,10 +11,10 @@
 // in order, at once, wherever other blocks have got to meanwhile; the tile remembers where. Sums over the tiles of what `rank` counted say
 // where the chosen ones go. Bytes moved per element: 4 read, with a residual 8 read and 4 written, and some 40 for each
 // candidate; where the guess was bad, six times as many are read.
-#include "../common/select.h"
 #include "block.h"
 #include "elements.h"
 #include "launch.h"
+#include "radix.h"
 #include "topk.h"
 
 namespace pycomm {
