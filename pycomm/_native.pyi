@@ -71,26 +71,14 @@ def topk(
     residual: int,
     workspace: int,
     workspace_bytes: int,
-    guess: int,
-    accepted: int,
-) -> tuple[int, int, bool]: ...
-def scatter_add(flat: int, numel: int, indices: int, values: int, count: int, factor: float) -> int: ...
-
-# Those for CUDA are missing from a build without it.
-def topk_cuda(
-    indices: int,
-    values: int,
-    k: int,
-    flat: int,
-    numel: int,
-    residual: int,
-    workspace: int,
-    workspace_bytes: int,
     report: int,
     is_reusing: bool,
     accepted: int,
-    stream: int,
+    stream: int | None,
 ) -> None: ...
+def scatter_add(flat: int, numel: int, indices: int, values: int, count: int, factor: float) -> int: ...
+
+# Those for CUDA are missing from a build without it.
 def scatter_add_cuda(
     flat: int, numel: int, indices: int, values: int, count: int, factor: float, flag: int, stream: int
 ) -> None: ...
@@ -117,6 +105,16 @@ class CodecCuts:
         factor: float,
         is_added: bool,
         is_part: bool,
+    ) -> bool: ...
+    def topk(
+        self,
+        indices: object,
+        values: object,
+        flat: object,
+        residual: object,
+        report: object,
+        tolerance: object,
+        workspace: object,
     ) -> bool: ...
 
 class Packer:

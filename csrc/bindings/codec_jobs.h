@@ -1,4 +1,4 @@
-// The jobs of quantize and dequantize as Python asks for them: what would make a kernel read or write outside is checked, and each goes
+// The jobs of quantize, dequantize and topk as Python asks for them: what would make a kernel read or write outside is checked, and each goes
 // to a stream, or to the caller's threads.
 #pragma once
 
@@ -10,11 +10,13 @@
 #include <string>
 
 #include "../kernels/quantize.h"
+#include "../kernels/topk.h"
 #include "gil.h"
 #include "pool.h"
 
 #if defined(PYCOMM_WITH_CUDA)
 #include "../kernels/cuda/quantize.h"
+#include "../kernels/cuda/topk.h"
 #include "cuda_errors.h"
 #endif
 
@@ -91,6 +93,35 @@ inline void run_dequantize(const DequantizeJob& job, [[maybe_unused]] std::optio
   if (stream) return check_cuda("dequantize_cuda", dequantize_cuda(job, reinterpret_cast<void*>(*stream)));
 #endif
   run_on_cpu(dequantize, job);
+}
+
+inline TopkJob topk_job(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
+                        std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::size_t accepted) {
+  if (k < 1 || k > numel || numel >= (std::size_t{1} << 31) || workspace_bytes < topk_workspace_bytes(numel, k)) {
+    throw pybind11::value_error("topk: expected 1 <= k <= numel < 2**31 and a workspace of workspace_bytes(numel, k)");
+  }
+  TopkJob job{};
+  job.indices = reinterpret_cast<std::int32_t*>(indices);
+  job.values = reinterpret_cast<float*>(values);
+  job.flat = reinterpret_cast<const float*>(flat);
+  job.residual = reinterpret_cast<float*>(residual);
+  job.workspace = reinterpret_cast<void*>(workspace);
+  job.numel = numel, job.k = k, job.accepted = accepted;
+  return job;
+}
+
+// `report` (0: none) gets what was done; if `is_reusing`, the threshold that it has is the guess.
+inline void run_topk(TopkJob job, std::uintptr_t report, bool is_reusing, [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+  auto* const told = reinterpret_cast<std::int32_t*>(report);
+  if (is_reusing && told == nullptr) throw pybind11::value_error("topk: a threshold is reused from a report: expected one");
+#if defined(PYCOMM_WITH_CUDA)
+  if (stream) return check_cuda("topk_cuda", topk_cuda(job, told, is_reusing, reinterpret_cast<void*>(*stream)));
+#endif
+  const WithoutGil released;
+  if (is_reusing) job.guess = told[0];
+  const TopkResult result = topk(job);
+  if (told == nullptr) return;
+  told[0] = result.threshold, told[1] = static_cast<std::int32_t>(result.selected), told[2] = result.is_exact;
 }
 
 }  // namespace pycomm

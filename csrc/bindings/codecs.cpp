@@ -1,7 +1,5 @@
 // pycomm._native: quantize, dequantize and topk over addresses. pycomm/ops checks the tensors; here is checked what would
 // make the kernels read or write outside.
-#include "../kernels/topk.h"
-
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,10 +14,6 @@
 #include "gil.h"
 #include "pool.h"
 
-#if defined(PYCOMM_WITH_CUDA)
-#include "../kernels/cuda/topk.h"
-#endif
-
 namespace py = pybind11;
 
 namespace pycomm {
@@ -28,31 +22,7 @@ ParallelFor parallel_for = nullptr;
 
 namespace {
 
-TopkJob topk_job(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
-                 std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::int32_t guess,
-                 std::size_t accepted) {
-  if (k < 1 || k > numel || numel >= (std::size_t{1} << 31) || workspace_bytes < topk_workspace_bytes(numel, k)) {
-    throw py::value_error("topk: expected 1 <= k <= numel < 2**31 and a workspace of workspace_bytes(numel, k)");
-  }
-  TopkJob job{};
-  job.indices = reinterpret_cast<std::int32_t*>(indices);
-  job.values = reinterpret_cast<float*>(values);
-  job.flat = reinterpret_cast<const float*>(flat);
-  job.residual = reinterpret_cast<float*>(residual);
-  job.workspace = reinterpret_cast<void*>(workspace);
-  job.numel = numel, job.k = k, job.guess = guess, job.accepted = accepted;
-  return job;
-}
-
 #if defined(PYCOMM_WITH_CUDA)
-void topk_on_cuda(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
-                  std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::uintptr_t report,
-                  bool is_reusing, std::size_t accepted, std::uintptr_t stream) {
-  const TopkJob job = topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes, 0, accepted);
-  check_cuda("topk_cuda", topk_cuda(job, reinterpret_cast<std::int32_t*>(report), is_reusing,
-                                    reinterpret_cast<void*>(stream)));
-}
-
 void scatter_add_on_cuda(std::uintptr_t flat, std::size_t numel, std::uintptr_t indices, std::uintptr_t values,
                          std::size_t count, float factor, std::uintptr_t flag, std::uintptr_t stream) {
   check_cuda("scatter_add_cuda",
@@ -61,19 +31,6 @@ void scatter_add_on_cuda(std::uintptr_t flat, std::size_t numel, std::uintptr_t 
                               reinterpret_cast<std::uint32_t*>(flag), reinterpret_cast<void*>(stream)));
 }
 #endif
-
-py::tuple topk_on_cpu(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat,
-                      std::size_t numel, std::uintptr_t residual, std::uintptr_t workspace,
-                      std::size_t workspace_bytes, std::int32_t guess, std::size_t accepted) {
-  const TopkJob job =
-      topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes, guess, accepted);
-  TopkResult result;
-  {
-    const WithoutGil released;
-    result = topk(job);
-  }
-  return py::make_tuple(result.threshold, result.selected, result.is_exact);
-}
 
 std::size_t scatter_add_on_cpu(std::uintptr_t flat, std::size_t numel, std::uintptr_t indices, std::uintptr_t values,
                                std::size_t count, float factor) {
@@ -140,19 +97,23 @@ void bind_codecs(py::module_& m) {
       "Decodes to float32, or adds to it; `is_part`: of a result that no cache will hold. `stream` is None for the CPU. "
       "Raises ValueError, RuntimeError.");
   m.def("topk_workspace_bytes", &topk_workspace_bytes, py::arg("numel"), py::arg("k"));
-  m.def("topk", &topk_on_cpu, py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"), py::arg("numel"),
-        py::arg("residual"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("guess"), py::arg("accepted"),
-        "Selects the k largest; returns (threshold's bits, selected, is_exact). Raises ValueError.");
+  m.def(
+      "topk",
+      [](std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel, std::uintptr_t residual,
+         std::uintptr_t workspace, std::size_t workspace_bytes, std::uintptr_t report, bool is_reusing, std::size_t accepted,
+         std::optional<std::uintptr_t> stream) {
+        run_topk(topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes, accepted), report, is_reusing, stream);
+      },
+      py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"), py::arg("numel"), py::arg("residual"), py::arg("workspace"),
+      py::arg("workspace_bytes"), py::arg("report"), py::arg("is_reusing"), py::arg("accepted"), py::arg("stream"),
+      "Selects the k largest; what it did goes to `report` (0: nowhere), from which a threshold to reuse comes. `stream` is None for "
+      "the CPU. Raises ValueError, RuntimeError.");
   m.def("scatter_add", &scatter_add_on_cpu, py::arg("flat"), py::arg("numel"), py::arg("indices"), py::arg("values"),
         py::arg("count"), py::arg("factor"),
         "Adds and returns `count`; or adds nothing and returns the position of the first index outside.");
   m.def("scatter_sum", &scatter_sum_on_cpu, py::arg("flat"), py::arg("numel"), py::arg("parts"),
         "Writes the sum and returns None; or nothing, and returns the part and the position of its first bad index.");
 #if defined(PYCOMM_WITH_CUDA)
-  m.def("topk_cuda", &topk_on_cuda, py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"),
-        py::arg("numel"), py::arg("residual"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("report"),
-        py::arg("is_reusing"), py::arg("accepted"), py::arg("stream"),
-        "As topk, queued on a stream; what it did goes to `report` (0: nowhere). Raises ValueError, RuntimeError.");
   m.def("scatter_add_cuda", &scatter_add_on_cuda, py::arg("flat"), py::arg("numel"), py::arg("indices"),
         py::arg("values"), py::arg("count"), py::arg("factor"), py::arg("flag"), py::arg("stream"),
         "As scatter_add, queued on a stream; a bad index makes all of `flat` NaN. `flag`: 4 bytes. Raises RuntimeError.");

@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ConfigError, NativeUnavailableError
 from . import native
 
-__all__ = ["check_dense", "check_devices", "current_stream", "kernels"]
+if TYPE_CHECKING:
+    from .._native import CodecCuts
+
+__all__ = ["check_dense", "check_devices", "current_stream", "cuts", "kernels"]
 
 
 @cache
@@ -29,6 +33,16 @@ def kernels() -> ModuleType:
         run = ctypes.CDLL(str(library)).torch_parallel_for
         core.use_parallel_for(ctypes.cast(run, ctypes.c_void_p).value)
     return core
+
+
+@cache
+def cuts() -> CodecCuts:
+    """Returns the short cuts of operators: each is done, or says no and has touched nothing.
+
+    Raises NativeUnavailableError.
+    """
+    made: CodecCuts = kernels().CodecCuts(torch.Tensor, torch.nn.Parameter)
+    return made
 
 
 def check_dense(op: str, what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> None:

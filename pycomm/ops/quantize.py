@@ -26,13 +26,12 @@ Every NaN that is written is the quiet, positive one. Flush-to-zero (torch.set_f
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..errors import ConfigError
-from ._checks import check_dense, check_devices, current_stream, kernels
+from ._checks import check_dense, check_devices, current_stream, cuts, kernels
 from ._formats import FORMATS, Format, code_bytes, find_format, num_blocks, payload_bytes, scales_bytes
 from ._random import random16
 
@@ -49,11 +48,6 @@ __all__ = [
 
 Rounding = Literal["nearest", "stochastic"]
 _ROUNDINGS = ("nearest", "stochastic")
-
-
-@cache
-def _cuts() -> Any:
-    return kernels().CodecCuts(torch.Tensor, torch.nn.Parameter)
 
 
 def quantize_(
@@ -83,7 +77,7 @@ def quantize_(
     if plain is not None and rounding in _ROUNDINGS:
         length = plain.block_numel if block_numel is None else block_numel
         is_stochastic = rounding == "stochastic"
-        if _cuts().quantize(payload, flat, residual, plain.code, length, is_stochastic, seed, offset):
+        if cuts().quantize(payload, flat, residual, plain.code, length, is_stochastic, seed, offset):
             return
     known, block_numel = _check(payload, flat, format, block_numel)
     check_devices("quantize", payload, residual=residual)
@@ -153,7 +147,7 @@ def _dequantize(
     plain = FORMATS.get(format)
     if plain is not None:
         length = plain.block_numel if block_numel is None else block_numel
-        if _cuts().dequantize(flat, payload, plain.code, length, factor, is_added, is_part):
+        if cuts().dequantize(flat, payload, plain.code, length, factor, is_added, is_part):
             return
     known, block_numel = _check(payload, flat, format, block_numel)
     with current_stream("dequantize", flat.device) as stream:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ConfigError
-from ._checks import check_dense, check_devices, current_stream, kernels
+from ._checks import check_dense, check_devices, current_stream, cuts, kernels
 
 __all__ = [
     "TopkReport",
@@ -80,6 +80,10 @@ def topk_(
         torch.ops.pycomm.topk_(indices, values, flat, residual, report, tolerance, workspace)
         return
     k, numel = indices.numel(), flat.numel()
+    if workspace is None and 1 <= k <= numel:
+        workspace = torch.empty(workspace_bytes(numel, k), dtype=torch.uint8, device=flat.device)
+    if cuts().topk(indices, values, flat, residual, report, tolerance, workspace):
+        return
     check_dense("topk", "indices", indices, torch.int32)
     check_dense("topk", "values", values, torch.float32, k)
     check_dense("topk", "flat", flat, torch.float32)
@@ -92,32 +96,34 @@ def topk_(
         check_dense("topk", "report", report, torch.int32, 3)
     if tolerance is not None and (report is None or not 0 <= tolerance < 1):
         raise ConfigError(f"topk: a tolerance is at least 0 and below 1 and needs a report, got {tolerance}, {report}")
-    workspace = _workspace(workspace, numel, k, flat.device)
+    assert workspace is not None
+    _check_workspace(workspace, numel, k)
     accepted = k if tolerance is None else math.ceil((1 - tolerance) * k)
-    left = 0 if residual is None else residual.data_ptr()
-    places = indices.data_ptr(), values.data_ptr(), k, flat.data_ptr(), numel, left
+    left, told = (0 if tensor is None else tensor.data_ptr() for tensor in (residual, report))
     room = workspace.data_ptr(), workspace.numel() * workspace.itemsize
     with current_stream("topk", flat.device) as stream:
-        if stream is not None:
-            told = 0 if report is None else report.data_ptr()
-            kernels().topk_cuda(*places, *room, told, tolerance is not None, accepted, stream)
-            return
-    guess = int(report[0]) if tolerance is not None and report is not None else 0
-    done = kernels().topk(*places, *room, guess, accepted)
-    if report is not None:
-        report.copy_(torch.tensor(done, dtype=torch.int32, device="cpu"))
+        kernels().topk(
+            indices.data_ptr(),
+            values.data_ptr(),
+            k,
+            flat.data_ptr(),
+            numel,
+            left,
+            *room,
+            told,
+            tolerance is not None,
+            accepted,
+            stream,
+        )
 
 
-def _workspace(given: torch.Tensor | None, numel: int, k: int, device: torch.device) -> torch.Tensor:
+def _check_workspace(given: torch.Tensor, numel: int, k: int) -> None:
     needed = workspace_bytes(numel, k)
-    if given is None:
-        return torch.empty(needed, dtype=torch.uint8, device=device)
     if not given.is_contiguous() or given.numel() * given.itemsize < needed or given.data_ptr() % 8 != 0:
         raise ConfigError(
             f"topk: the workspace is too small, or not aligned: expected {needed} bytes for k = {k} of {numel}, got "
             f"{given.numel() * given.itemsize} at {given.data_ptr():#x}"
         )
-    return given
 
 
 def read_report(report: torch.Tensor) -> TopkReport:

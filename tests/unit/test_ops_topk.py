@@ -31,6 +31,9 @@ def make_input(kind: str, numel: int) -> torch.Tensor:
         x[17 : 17 + numel // 50] += 100
     elif kind == "special":
         x[::7], x[::5], x[::11] = NAN, INF, -0.0
+    elif kind == "near":  # many that differ in their last bits, and a few far away on both sides
+        x = torch.randint(0x3F800000, 0x3F802000, (numel,), dtype=torch.int32, generator=generator).view(torch.float32)
+        x[::1001], x[3::1001], x[5::1001] = INF, 1e-42, 0.0
     elif kind in ("zeros", "nans"):
         x.fill_(NAN if kind == "nans" else 0.0)
     elif kind in ("mostly zeros", "mostly ones"):  # fewer are larger than are chosen, so the k-th has many equals
@@ -44,7 +47,7 @@ def select(x: torch.Tensor, k: int, **options) -> tuple[torch.Tensor, torch.Tens
     return indices, values
 
 
-KINDS = ["normal", "ties", "ascending", "one line", "special", "zeros", "nans", "mostly zeros", "mostly ones"]
+KINDS = ["normal", "ties", "ascending", "one line", "special", "near", "zeros", "nans", "mostly zeros", "mostly ones"]
 
 
 @pytest.mark.parametrize("numel", [1, 5, 16, 1000, 70_001, 600_000])
@@ -104,6 +107,19 @@ def test_workspace_is_used_and_no_more_than_said() -> None:
     assert torch.equal(indices, topk_reference(x, k)[0]) and (room[needed:] == 99).all()
     with pytest.raises(ConfigError, match=f"expected {needed} bytes"):
         select(x, k, workspace=room[: needed - 8])
+
+
+def test_the_short_cut_and_the_ordinary_path_are_one() -> None:
+    x, k = make_input("normal", 50_000), 500
+    room = torch.empty(workspace_bytes(x.numel(), k), dtype=torch.uint8)
+    said = []
+    for workspace in (room, None, room.view(torch.int8)):  # no short cut with the last one, whose type nothing forbids
+        report, residual, done = torch.zeros(3, dtype=torch.int32), torch.zeros_like(x), []
+        for growth in (1.0, 0.95, 2.0, 0.1):
+            done += [*select(x * growth, k, residual=residual, report=report, tolerance=0.5, workspace=workspace)]
+            done.append(report.clone())
+        said.append([*done, residual])
+    assert all(torch.equal(one, other) for others in said[1:] for one, other in zip(said[0], others, strict=True))
 
 
 def test_scatter_add() -> None:
