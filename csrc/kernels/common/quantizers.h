@@ -13,12 +13,12 @@ inline constexpr int kNaNBits = 0x7FC00000;
 inline constexpr int kInfinityBits = 0x7F800000;
 inline constexpr int kTinyBits = power_of_two_bits(-100);  // a block whose magnitudes are all smaller is sent as zeros
 
-// What a block is encoded with. For a block of zeros `scale` and `inverse` are 0.
+// What a block is encoded with, or as many blocks as W has lanes. For a block of zeros `scale` and `inverse` are 0.
+template <class W>
 struct BlockScale {
-  float scale;     // decoded = code * scale; NaN: the block is not finite, all its codes are 0
-  float inverse;   // code = x * inverse, rounded
-  std::uint32_t stored;  // the float32's bits, or the mx byte
-  bool is_finite;
+  typename W::template Of<float> scale;           // decoded = code * scale; NaN: the block is not finite, all its codes are 0
+  typename W::template Of<float> inverse;         // code = x * inverse, rounded
+  typename W::template Of<std::uint32_t> stored;  // the float32's bits, or the mx byte
 };
 
 // -- small floats whose input is at most a little above the largest: no NaN, no infinity ------------------------------
@@ -159,37 +159,43 @@ PYCOMM_HD constexpr float scale_bound(float largest) {
   return static_cast<float>(0x1.fffffep127 / static_cast<double>(largest) * (1 - 0x1p-24));
 }
 
-PYCOMM_HD BlockScale make_scale(int amax_bits, float largest) {
-  if (amax_bits >= kInfinityBits) return {bit_cast<float>(kNaNBits), 0.0f, static_cast<std::uint32_t>(kNaNBits), false};
-  if (amax_bits < kTinyBits) return {0.0f, 0.0f, 0, true};
-  const float quotient = bit_cast<float>(amax_bits) / largest;
-  const float bound = scale_bound(largest);
-  const float scale = quotient < bound ? quotient : bound;
-  return {scale, 1.0f / scale, bit_cast<std::uint32_t>(scale), true};
+template <class W>
+PYCOMM_HD BlockScale<W> make_scale(typename W::template Of<std::int32_t> amax, float largest) {
+  using V = typename W::template Of<float>;
+  using U = typename W::template Of<std::uint32_t>;
+  const V zero = W::template splat<float>(0.0f), bound = W::template splat<float>(scale_bound(largest));
+  V scale = bit_cast<V>(amax) / largest;
+  scale = select(scale < bound, scale, bound);
+  V inverse = 1.0f / scale;
+  scale = select(amax < kTinyBits, zero, scale);
+  inverse = select(amax < kTinyBits, zero, inverse);
+  scale = select(amax >= kInfinityBits, bit_cast<V>(W::template splat<std::int32_t>(kNaNBits)), scale);
+  return {scale, inverse, bit_cast<U>(scale)};
 }
 
-PYCOMM_HD float mx_scale(std::uint32_t stored) {
-  const std::uint32_t bits = stored == 0 ? 0x00400000u : stored << 23;
-  return bit_cast<float>(stored == 255 ? static_cast<std::uint32_t>(kNaNBits) : bits);
+template <class W>
+PYCOMM_HD typename W::template Of<float> mx_scale(typename W::template Of<std::uint32_t> stored) {
+  using U = typename W::template Of<std::uint32_t>;
+  const U bits = select(stored == 0, W::template splat<std::uint32_t>(0x00400000), U(stored << 23));
+  return bit_cast<typename W::template Of<float>>(select(stored == 255, W::template splat<std::uint32_t>(kNaNBits), bits));
 }
 
-PYCOMM_HD BlockScale make_mx_scale(int amax_bits, int largest_bits) {
-  if (amax_bits >= kInfinityBits) return {bit_cast<float>(kNaNBits), 0.0f, 255, false};
-  if (amax_bits < kTinyBits) return {mx_scale(0), 0.0f, 0, true};
+template <class W>
+PYCOMM_HD BlockScale<W> make_mx_scale(typename W::template Of<std::int32_t> amax, int largest_bits) {
+  using I = typename W::template Of<std::int32_t>;
+  using U = typename W::template Of<std::uint32_t>;
+  using V = typename W::template Of<float>;
   constexpr int kMantissa = 0x7FFFFF;
-  int exponent = (amax_bits >> 23) - (largest_bits >> 23) + ((amax_bits & kMantissa) > (largest_bits & kMantissa));
-  const int bound = 254 - (largest_bits >> 23);  // largest * scale is to be finite
-  exponent = exponent < bound ? exponent : bound;
-  const auto stored = static_cast<std::uint32_t>(exponent + 127);
-  return {mx_scale(stored), bit_cast<float>(power_of_two_bits(-exponent)), stored, true};
-}
-
-// `sum` is that of the magnitudes of `count` elements, in the order of [Note: lanes of a sum].
-PYCOMM_HD BlockScale make_sign_scale(float sum, std::size_t count) {
-  const float mean = sum / static_cast<float>(count);
-  const bool is_finite = mean <= 0x1.fffffep127f;
-  const int bits = is_finite ? bit_cast<int>(mean) : kNaNBits;
-  return {bit_cast<float>(bits), 0.0f, static_cast<std::uint32_t>(bits), is_finite};
+  const I one = W::template splat<std::int32_t>(1), zero = W::template splat<std::int32_t>(0);
+  const I above = select((amax & kMantissa) > (largest_bits & kMantissa), one, zero);
+  const I bound = W::template splat<std::int32_t>(254 - (largest_bits >> 23));  // largest * scale is to be finite
+  const I exponent = W::smaller((amax >> 23) - (largest_bits >> 23) + above, bound);
+  I stored = exponent + 127;
+  V inverse = bit_cast<V>((127 - exponent) << 23);
+  stored = select(amax < kTinyBits, zero, stored);
+  inverse = select(amax < kTinyBits, W::template splat<float>(0.0f), inverse);
+  stored = select(amax >= kInfinityBits, W::template splat<std::int32_t>(255), stored);
+  return {mx_scale<W>(bit_cast<U>(stored)), inverse, bit_cast<U>(stored)};
 }
 
 // -- the formats ------------------------------------------------------------------------------------------------------
@@ -199,17 +205,27 @@ struct ScaledFormat {
   static constexpr PayloadFormat kFormat = format;
   static constexpr bool kIsMx = is_mx(format);
   using Code = CodeType;
-  static PYCOMM_HD BlockScale scale(int amax_bits) {
+  // `reach` is the largest magnitude, as bits.
+  template <class W>
+  static PYCOMM_HD BlockScale<W> scale(typename W::template Of<std::int32_t> reach) {
     if constexpr (kIsMx) {
-      return make_mx_scale(amax_bits, Code::kLargestBits);
+      return make_mx_scale<W>(reach, Code::kLargestBits);
     } else {
-      return make_scale(amax_bits, Code::kLargest);
+      return make_scale<W>(reach, Code::kLargest);
     }
   }
 };
 struct SignFormat {
   static constexpr PayloadFormat kFormat = PayloadFormat::kSign;
   static constexpr bool kIsMx = false;
+  // `reach` is the mean magnitude, as bits: a sum, in the order of [Note: lanes of a sum], by the number of elements.
+  template <class W>
+  static PYCOMM_HD BlockScale<W> scale(typename W::template Of<std::int32_t> reach) {
+    using I = typename W::template Of<std::int32_t>;
+    const I bits = select(reach >= kInfinityBits, W::template splat<std::int32_t>(kNaNBits), reach);
+    return {bit_cast<typename W::template Of<float>>(bits), W::template splat<float>(0.0f),
+            bit_cast<typename W::template Of<std::uint32_t>>(bits)};
+  }
 };
 
 // Calls visit(Format{}).

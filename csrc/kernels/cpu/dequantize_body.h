@@ -120,7 +120,7 @@ struct Dequantizer {
   explicit Dequantizer(const DequantizeJob& job) : job(job) {}
 
   float scale_of(std::size_t block) const {
-    if constexpr (Format::kIsMx) return mx_scale(job.payload[block]) * job.factor;
+    if constexpr (Format::kIsMx) return mx_scale<Scalar>(job.payload[block]) * job.factor;
     return load_at<float>(job.payload, 4 * block) * job.factor;
   }
 

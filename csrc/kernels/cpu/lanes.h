@@ -141,6 +141,40 @@ PYCOMM_HD std::int32_t largest_lane(I values) {
 #endif
 }
 
+// The larger of each two lanes that are neighbours, of `a`, then of `b`.
+template <class I>
+PYCOMM_HD I larger_neighbours(I a, I b) {
+  using W = Wide<sizeof(I) / 4>;
+#if PYCOMM_VECTOR_BYTES == 64
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i evens = _mm512_permutex2var_epi32(bit_cast<__m512i>(a), even, bit_cast<__m512i>(b));
+  const __m512i odds = _mm512_permutex2var_epi32(bit_cast<__m512i>(a), even + _mm512_set1_epi64(0x100000001), bit_cast<__m512i>(b));
+  return W::larger(bit_cast<I>(evens), bit_cast<I>(odds));
+#elif PYCOMM_VECTOR_BYTES == 32
+  const __m256 evens = _mm256_shuffle_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), 0x88);
+  const __m256 odds = _mm256_shuffle_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), 0xDD);
+  const I larger = W::larger(bit_cast<I>(evens), bit_cast<I>(odds));  // a b a b, by 64 bits
+  return bit_cast<I>(_mm256_permute4x64_epi64(bit_cast<__m256i>(larger), 0xD8));
+#else
+  I evens = a, odds = a;
+  for (int lane = 0; lane < W::kLanes / 2; ++lane) {
+    evens[lane] = a[2 * lane], odds[lane] = a[2 * lane + 1];
+    evens[lane + W::kLanes / 2] = b[2 * lane], odds[lane + W::kLanes / 2] = b[2 * lane + 1];
+  }
+  return W::larger(evens, odds);
+#endif
+}
+
+// The largest lane of each of `count` registers, as many as they have lanes, in their order.
+template <int count, class I>
+PYCOMM_HD I largest_of_each(const I* values) {
+  if constexpr (count == 1) {
+    return *values;
+  } else {
+    return larger_neighbours(largest_of_each<count / 2>(values), largest_of_each<count / 2>(values + count / 2));
+  }
+}
+
 // The products of the low halves of lanes of 64 bits with `factor`.
 template <class Words>
 PYCOMM_HD Words multiply_low(Words a, std::uint32_t factor) {

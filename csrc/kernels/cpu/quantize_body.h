@@ -83,9 +83,9 @@ PYCOMM_HD auto read_bits(const float* flat, float* residual, std::size_t i) {
   return bit_cast<typename W::template Of<std::int32_t>>(x);
 }
 
-// The largest magnitude's bits: as integers NaN > infinity > all else.
+// The bits of the largest magnitude in each lane: as integers NaN > infinity > all else.
 template <bool has_residual>
-PYCOMM_HD int find_amax(const NextChunks<has_residual>& next, const float* flat, float* residual, std::size_t count) {
+PYCOMM_HD auto find_amax(const NextChunks<has_residual>& next, const float* flat, float* residual, std::size_t count) {
   using I = typename Floats::Of<std::int32_t>;
   constexpr std::size_t kStep = 4 * kLanesOfFloat;
   I most[4] = {};
@@ -102,9 +102,8 @@ PYCOMM_HD int find_amax(const NextChunks<has_residual>& next, const float* flat,
     most[0] = Floats::larger(most[0], read_bits<Floats, has_residual>(flat, residual, i) & 0x7FFFFFFF);
   }
   for (int k = 1; k < 4; ++k) most[0] = Floats::larger(most[0], most[k]);
-  int amax = largest_lane(most[0]);
-  for (; i < count; ++i) amax = std::max(amax, read_bits<Scalar, has_residual>(flat, residual, i) & 0x7FFFFFFF);
-  return amax;
+  for (; i < count; ++i) most[0][0] = std::max(most[0][0], read_bits<Scalar, has_residual>(flat, residual, i) & 0x7FFFFFFF);
+  return most[0];
 }
 
 // The sum of the magnitudes, in the order of [Note: lanes of a sum].
@@ -220,11 +219,11 @@ PYCOMM_HD void write_codes(const Next& next, std::uint8_t* codes, std::size_t co
   });
 }
 
-// Codes of `count` elements, a byte each. `left` gets the residual. Inlined, as blocks may be short: what it needs in
-// registers is then there for all of them.
-template <class Code, bool stochastic, bool has_residual>
+// Codes of `count` elements, a byte each; scale_at(index) is what the element is encoded with. `left` gets the residual.
+// Inlined, as blocks may be short: what it needs in registers is then there for all of them.
+template <class Code, bool stochastic, bool has_residual, class ScaleAt>
 PYCOMM_HD void encode_elements(const NextChunks<has_residual>& next, std::uint8_t* codes, const float* input, float* left,
-                               std::size_t count, const BlockScale scale, [[maybe_unused]] const std::uint16_t* random) {
+                               std::size_t count, ScaleAt scale_at, [[maybe_unused]] const std::uint16_t* random) {
   write_codes(next, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using I = typename W::template Of<std::int32_t>;
@@ -233,8 +232,8 @@ PYCOMM_HD void encode_elements(const NextChunks<has_residual>& next, std::uint8_
     if constexpr (stochastic) {
       bits16 = W::template convert<I>(load_at<typename W::template Of<std::uint16_t>>(random, 2 * i));
     }
-    const auto encoded = Code::template encode<W, stochastic>(x * scale.inverse, bits16);
-    if constexpr (has_residual) store_at(left, 4 * i, x - encoded.value() * scale.scale);
+    const auto encoded = Code::template encode<W, stochastic>(x * scale_at(i).inverse, bits16);
+    if constexpr (has_residual) store_at(left, 4 * i, x - encoded.value() * scale_at(i).scale);
     if constexpr (Code::kHasSignBit && Code::kBits == 8) {
       return SignedCodes<I>{encoded.code, encoded.bits};
     } else {
@@ -314,15 +313,20 @@ PYCOMM_HD void with_length(std::size_t count, Body body) {
 
 template <class Format, bool stochastic, bool has_residual>
 struct Quantizer {
+  using I = typename Floats::Of<std::int32_t>;
+  static constexpr bool kIsSign = Format::kFormat == PayloadFormat::kSign;
+  static constexpr std::size_t kBlocks = kChunk / kLeastBlock;
+
   const QuantizeJob job;  // a copy: no store can change it
   const PayloadLayout layout{job.format, job.numel, job.block_numel};
   const ReadAhead ahead{reads_by_pages(4 * job.numel)};
   // So many elements at a time go through both passes: the whole blocks of a chunk. Two long streams that are read, of which one is
-  // written, come from memory faster where the passes take shorter turns, of a block each (Zen 5: 0.9 of the time).
+  // written, come from memory faster where the passes take shorter turns (Zen 5: 0.9 of the time).
   const std::size_t together = std::max<std::size_t>(1, (has_residual && 4 * job.numel >= kLongBytes ? 256 : kChunk) / job.block_numel) * job.block_numel;
   alignas(64) std::uint8_t codes[kChunk];
   alignas(64) std::uint8_t packed[kChunk];
-  BlockScale scales[kChunk / kLeastBlock];
+  alignas(64) float scales[kBlocks], inverses[kBlocks];
+  I most[Format::kIsMx ? kBlocks : 1] = {};
   Random random;
   const std::uint16_t* drawn = random.room;
 
@@ -332,43 +336,80 @@ struct Quantizer {
     return {ahead, job.flat + begin, has_residual ? job.residual + begin : nullptr};
   }
 
-  PYCOMM_HD BlockScale scale_of(std::size_t begin, std::size_t count) {
+  // What the scale of a block of `count` elements follows from, or of MX what it does lane by lane.
+  PYCOMM_HD auto reach_of(std::size_t begin, std::size_t count) const {
+    const auto next = next_of(begin);
     float* const residual = has_residual ? job.residual + begin : nullptr;
-    if constexpr (Format::kFormat == PayloadFormat::kSign) {
-      return make_sign_scale(sum_magnitudes<has_residual>(next_of(begin), job.flat + begin, residual, count), count);
+    if constexpr (kIsSign) {
+      return bit_cast<std::int32_t>(sum_magnitudes<has_residual>(next, job.flat + begin, residual, count) / static_cast<float>(count));
+    } else if constexpr (Format::kIsMx) {
+      return find_amax<has_residual>(next, job.flat + begin, residual, count);
     } else {
-      return Format::scale(find_amax<has_residual>(next_of(begin), job.flat + begin, residual, count));
+      return largest_lane(find_amax<has_residual>(next, job.flat + begin, residual, count));
     }
   }
 
-  void write_scale(std::size_t block, std::uint32_t stored) {
+  // Finds and writes the scales of the blocks from `block` on, elements [begin, end); returns whether all are finite. Those of MX are so
+  // many that they are made a register at a time; what is behind the last is of an earlier chunk, or zeros, and then counts as well.
+  PYCOMM_HD bool make_scales(std::size_t block, std::size_t begin, std::size_t end) {
+    std::size_t i = 0;
+    bool is_finite = true;
     if constexpr (Format::kIsMx) {
-      job.payload[block] = static_cast<std::uint8_t>(stored);
+      for (std::size_t at = begin; at < end; at += kLeastBlock) {
+        with_length<Format>(std::min(kLeastBlock, end - at), [&](auto count) PYCOMM_INLINE { most[i++] = reach_of(at, count); });
+      }
+      alignas(64) std::uint8_t stored[kBlocks];
+      I largest = {};
+      for (std::size_t lane = 0; lane < i; lane += kLanesOfFloat) {
+        const I reach = largest_of_each<kLanesOfFloat>(most + lane);
+        const auto made = Format::template scale<Floats>(reach);
+        largest = Floats::larger(largest, reach);
+        store_at(scales, 4 * lane, made.scale);
+        store_at(inverses, 4 * lane, made.inverse);
+        store_codes<Floats>(stored, lane, bit_cast<I>(made.stored));
+      }
+      std::memcpy(job.payload + block, stored, i);
+      is_finite = largest_lane(largest) < kInfinityBits;
     } else {
-      store_at(job.payload, 4 * block, stored);
+      for (std::size_t at = begin; at < end; at += job.block_numel, ++i) {
+        const auto made = Format::template scale<Scalar>(reach_of(at, std::min(job.block_numel, end - at)));
+        scales[i] = made.scale, inverses[i] = made.inverse;
+        store_at(job.payload, 4 * (block + i), made.stored);
+        is_finite &= !differs(made.scale, made.scale);
+      }
     }
+    return is_finite;
   }
 
   void draw([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t count) {
     if constexpr (stochastic) drawn = fill_random(random, job.seed, job.offset + begin, count);
   }
 
-  // Elements [begin, begin + count) of one block, to codes[at ...]; the chunk's random numbers are drawn.
-  PYCOMM_HD void encode(std::size_t at, std::size_t begin, std::size_t count, const BlockScale& scale) {
+  // Elements [begin, begin + count) of the i-th block that there are scales of, to codes[at ...]; the chunk's random numbers are drawn.
+  PYCOMM_HD void encode(std::size_t at, std::size_t begin, std::size_t count, std::size_t i) {
+    const float scale = scales[i], inverse = inverses[i];
     float* const residual = has_residual ? job.residual + begin : nullptr;
     const float* const input = has_residual ? residual : job.flat + begin;
-    const NextChunks<has_residual> next = next_of(begin);
-    if (!scale.is_finite) {
+    if (differs(scale, scale)) {
       std::memset(codes + at, 0, count);
       if constexpr (has_residual) std::memset(residual, 0, 4 * count);
-      return;
-    }
-    if constexpr (Format::kFormat == PayloadFormat::kSign) {
-      encode_signs<has_residual>(next, codes + at, input, residual, count, scale.scale);
+    } else if constexpr (kIsSign) {
+      encode_signs<has_residual>(next_of(begin), codes + at, input, residual, count, scale);
     } else {
-      encode_elements<typename Format::Code, stochastic, has_residual>(next, codes + at, input, residual, count,
-                                                                       scale, drawn + at);
+      const auto scale_at = [scale, inverse](std::size_t) PYCOMM_INLINE { return BlockScale<Scalar>{scale, inverse, 0}; };
+      encode_elements<typename Format::Code, stochastic, has_residual>(next_of(begin), codes + at, input, residual, count, scale_at, drawn + at);
     }
+  }
+
+  // As encode(), blocks of MX, [begin, end), all of which are finite: as one, so that four registers are narrowed together.
+  PYCOMM_HD void encode_mx(std::size_t at, std::size_t begin, std::size_t end) {
+    float* const residual = has_residual ? job.residual + begin : nullptr;
+    const float* const input = has_residual ? residual : job.flat + begin;
+    const auto scale_at = [this](std::size_t i) PYCOMM_INLINE {
+      return BlockScale<Scalar>{scales[i / kLeastBlock], inverses[i / kLeastBlock], 0};
+    };
+    encode_elements<typename Format::Code, stochastic, has_residual>(next_of(begin), codes + at, input, residual, end - begin, scale_at,
+                                                                     drawn + at);
   }
 
   // Writes codes[0, count) where those of element `begin` belong.
@@ -383,12 +424,11 @@ struct Quantizer {
 
   // A block that is longer than a chunk.
   void run_long(std::size_t block, std::size_t begin, std::size_t end) {
-    const BlockScale scale = scale_of(begin, end - begin);
-    write_scale(block, scale.stored);
+    make_scales(block, begin, end);
     for (std::size_t at = begin; at < end; at += kChunk) {
       const std::size_t count = std::min(kChunk, end - at);
       draw(at, count);
-      encode(0, at, count, scale);
+      encode(0, at, count, 0);
       put(at, count);
     }
   }
@@ -404,14 +444,12 @@ struct Quantizer {
 
   // Elements [at, end) of the chunk from `begin` on, the blocks from `block` on: both passes.
   void run_together(std::size_t block, std::size_t begin, std::size_t at, std::size_t end) {
-    BlockScale* scale = scales;
-    for (std::size_t i = at; i < end; i += job.block_numel) {
-      with_length<Format>(std::min(job.block_numel, end - i), [&](auto count) PYCOMM_INLINE { *scale++ = scale_of(i, count); });
+    [[maybe_unused]] const bool is_finite = make_scales(block, at, end);
+    if constexpr (Format::kIsMx) {
+      if (is_finite) return encode_mx(at - begin, at, end);
     }
-    scale = scales;
-    for (std::size_t i = at; i < end; i += job.block_numel, ++block, ++scale) {
-      write_scale(block, scale->stored);
-      with_length<Format>(std::min(job.block_numel, end - i), [&](auto count) PYCOMM_INLINE { encode(i - begin, i, count, *scale); });
+    for (std::size_t i = at, block_at = 0; i < end; i += job.block_numel, ++block_at) {
+      encode(i - begin, i, std::min(job.block_numel, end - i), block_at);
     }
   }
 

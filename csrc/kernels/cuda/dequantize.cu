@@ -31,7 +31,7 @@ __device__ std::uint64_t load_codes(const unsigned char* from, int count) {
 
 template <class Format>
 __device__ float load_scale(const unsigned char* payload, std::size_t block, bool is_aligned) {
-  if constexpr (Format::kIsMx) return mx_scale(payload[block]);
+  if constexpr (Format::kIsMx) return mx_scale<Scalar>(payload[block]);
   if (is_aligned) return reinterpret_cast<const float*>(payload)[block];
   std::uint32_t stored = 0;
   for (int k = 0; k < 4; ++k) stored |= std::uint32_t{payload[4 * block + k]} << 8 * k;

@@ -58,7 +58,7 @@ struct Reach {
   }
 
   // The scale of the block of `numel`, known to all of its `threads`.
-  __device__ BlockScale scale(int threads, std::size_t numel) {
+  __device__ BlockScale<Scalar> scale(int threads, std::size_t numel) {
     if constexpr (kIsSign<Format>) {
 #pragma unroll
       for (int step = threads / 2; step > 0; step /= 2) {
@@ -66,11 +66,11 @@ struct Reach {
         for (int j = 0; j < width; ++j) sums.x[j] = sums.x[j] + __shfl_down_sync(kAllLanes, sums.x[j], step, threads);
       }
       const float total = (sums.x[0] + sums.x[2]) + (sums.x[1] + sums.x[3]);
-      return make_sign_scale(__shfl_sync(kAllLanes, total, 0, threads), numel);
+      return Format::template scale<Scalar>(__float_as_int(__shfl_sync(kAllLanes, total, 0, threads) / static_cast<float>(numel)));
     } else {
 #pragma unroll
       for (int step = threads / 2; step > 0; step /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step, threads));
-      return Format::scale(amax);
+      return Format::template scale<Scalar>(amax);
     }
   }
 };
@@ -101,10 +101,10 @@ __device__ void draw(std::uint64_t seed, std::uint64_t index, int* random) {
 
 // Encodes the elements, the first of which is the `index`-th of the stream of random numbers, and returns what is left of them.
 template <class Format, bool stochastic, int width>
-__device__ Elements<width> encode(const BlockScale& scale, const Elements<width>& input, std::uint64_t seed, std::uint64_t index,
+__device__ Elements<width> encode(const BlockScale<Scalar>& scale, const Elements<width>& input, std::uint64_t seed, std::uint64_t index,
                                   unsigned* code) {
   Elements<width> left = {};
-  if (!scale.is_finite) {
+  if (differs(scale.scale, scale.scale)) {
 #pragma unroll
     for (int j = 0; j < width; ++j) code[j] = 0;
     return left;
@@ -180,7 +180,7 @@ __device__ std::size_t encode_tiles(const QuantizeJob& job, const PayloadLayout&
       Reach<Format, kWidth> reach;
 #pragma unroll
       for (int chunk = begin; chunk < begin + Tile::kDeep; ++chunk) reach.add(input[chunk]);
-      const BlockScale scale = reach.scale(Tile::kThreads, Tile::kBlockNumel);
+      const BlockScale<Scalar> scale = reach.scale(Tile::kThreads, Tile::kBlockNumel);
       if (lane % Tile::kThreads == 0) scales[begin / Tile::kDeep * (kWarp / Tile::kThreads)] = static_cast<Scale>(scale.stored);
 #pragma unroll
       for (int chunk = begin; chunk < begin + Tile::kDeep; ++chunk) {
@@ -240,7 +240,7 @@ __device__ void encode_rest(const QuantizeJob& job, const PayloadLayout& layout,
     };
     Reach<Format, 4> reach;
     for (std::size_t i = begin + 4 * thread; i < end; i += 4 * threads) reach.add(load_input(i));
-    const BlockScale scale = reach.scale(threads, end - begin);
+    const BlockScale<Scalar> scale = reach.scale(threads, end - begin);
     if (thread == 0 && begin < end) store_scale<Format>(job.payload, block, scale.stored);
     for (std::size_t at = 0; at < job.block_numel; at += 4 * threads) {
       const std::size_t i = begin + at + 4 * thread;
