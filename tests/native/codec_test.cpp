@@ -1,11 +1,13 @@
 // quantize(), dequantize(), topk(), scatter_add() and pack() under the sanitizers: buffers of exact size on the heap, so
 // that a byte too many is seen; every instruction set against plain C++; a million damaged payloads for the decoders.
+#include "kernels/common/select.h"
 #include "kernels/pack.h"
 #include "kernels/quantize.h"
 #include "kernels/reduce.h"
 #include "kernels/topk.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -128,6 +130,23 @@ void test_topk(std::size_t numel, std::size_t k, bool has_residual) {
   }
 }
 
+// A matrix whose columns differ in scale: the guess of a sample holds, and finds about as many as it expects.
+void test_sample(std::size_t columns) {
+  constexpr std::size_t kNumel = 1 << 18, k = kNumel / 10;
+  std::normal_distribution<double> normal;
+  std::vector<double> scales(columns);
+  for (double& scale : scales) scale = std::exp(2 * normal(generator));
+  std::vector<double> x(kNumel), sample;
+  for (std::size_t i = 0; i < kNumel; ++i) x[i] = std::fabs(normal(generator)) * scales[i % columns];
+  const SamplePlan plan(kNumel, k, 2 * 1024);
+  for (std::size_t i = 0; i < plan.count; ++i) sample.push_back(x[plan.index(i)]);
+  std::sort(sample.begin(), sample.end(), std::greater<>());
+  const double guess = sample[plan.rank - 1];
+  const auto found = static_cast<std::size_t>(std::count_if(x.begin(), x.end(), [guess](double each) { return each >= guess; }));
+  const std::size_t expected = kNumel * plan.rank / plan.count;
+  expect(found >= k && found < 3 * expected / 2, "the guess of a sample", static_cast<int>(columns), found);
+}
+
 void test_pack(std::size_t numel, bool is_streamed) {
   const std::int64_t shape[] = {static_cast<std::int64_t>(numel), 3}, strides[] = {1, static_cast<std::int64_t>(numel)};
   for (int outer = 0; outer < kPackTypes; ++outer) {
@@ -181,6 +200,7 @@ int main() {
       for (const bool has_residual : {false, true}) test_topk(numel, k, has_residual);
     }
   }
+  for (const std::size_t columns : {1, 64, 512, 512, 512, 512, 768, 4096}) test_sample(columns);  // others each time
   for (const std::size_t numel : {1, 7, 33, 1500}) {
     for (const bool is_streamed : {false, true}) test_pack(numel, is_streamed);
   }

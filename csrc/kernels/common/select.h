@@ -20,7 +20,7 @@ struct SamplePlan {
   SamplePlan(std::size_t numel, std::size_t k, std::size_t wanted) : stride(kLine), count(0), rank(0) {
     if (numel < kLine) return;
     wanted = wanted / kLine * kLine;
-    if (numel > wanted) stride = (numel / wanted) * kLine;
+    if (numel > wanted) stride = (numel / wanted | 1) * kLine;  // odd: of a power of two of columns all are sampled, not the same few
     const std::size_t lines = (numel - kLine) / stride + 1;
     count = lines * kLine < wanted ? lines * kLine : wanted;
     const double hits = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(numel);

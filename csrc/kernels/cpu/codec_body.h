@@ -3,6 +3,7 @@
 //   PYCOMM_VECTOR_BYTES  the width of a vector register
 // and set the target. It has no include guard on purpose, and includes only its own parts.
 
+#include "reach_body.h"
 #include "quantize_body.h"
 #include "dequantize_body.h"
 #include "topk_body.h"

@@ -39,6 +39,14 @@ PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<floa
   }
 }
 
+// What floats of 8 bits are multiplied by as float16_of() has them; see there.
+template <class Code>
+inline constexpr float kOfHalves = 1.0f;
+template <>
+inline constexpr float kOfHalves<FloatCode<E4M3FNFormat, false>> = 256.0f;
+template <>
+inline constexpr float kOfHalves<FloatCode<E4M3FNFormat, true>> = 256.0f;
+
 #if PYCOMM_VECTOR_BYTES >= 32
 // Whether codes are floats of 8 bits: those the hardware can decode, as float16.
 template <class Code>
@@ -56,13 +64,15 @@ PYCOMM_HD __m256i float16_of(FloatCode<F, saturates>, __m128i codes) {
   return bit_cast<__m256i>((bits & 0xBFFF) | ((bits & 0x3F80) == 0x3F80));
 }
 
-// Elements [0, n) for the largest multiple n of 16 up to `count`; returns n. `scale` is that of float16_of().
-template <class Code, Put put>
-PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
+// Elements [0, n) for the largest multiple n of 16 up to `count`; returns n. scale_at(index) times kOfHalves is finite: a power of
+// two, so the product rounds as that of the number itself does.
+template <class Code, Put put, class ScaleAt>
+PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::size_t count, ScaleAt scale_at) {
   using V = typename Floats::Of<float>;
   std::size_t i = 0;
   for (; i + 16 <= count; i += 16) {
     const __m256i halves = float16_of(Code{}, load_at<__m128i>(codes, i));
+    const float scale = scale_at(i) * kOfHalves<Code>;
 #if PYCOMM_VECTOR_BYTES == 64
     put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(halves)) * scale);
 #else
@@ -74,19 +84,18 @@ PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::s
 }
 #endif
 
-template <class Code, Put put>
-PYCOMM_HD void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, float scale) {
+// scale_at(index) is what an element is multiplied by, `is_finite` whether it times kOfHalves is, for all of them.
+template <class Code, Put put, class ScaleAt>
+PYCOMM_HD void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, ScaleAt scale_at, [[maybe_unused]] bool is_finite) {
   std::size_t done = 0;
 #if PYCOMM_VECTOR_BYTES >= 32
   if constexpr (kIsFloat8<Code>) {
-    // A power of two: the product rounds as that of the number itself does, but where this factor is too large.
-    const float scale_of_halves = scale * (Code::kExponentBits == 5 ? 1.0f : 256.0f);
-    if (scale_of_halves - scale_of_halves == 0) done = decode_float8<Code, put>(to, codes, count, scale_of_halves);
+    if (is_finite) done = decode_float8<Code, put>(to, codes, count, scale_at);
   }
 #endif
   for_lanes(count - done, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    put_values<W, put>(to, done + i, Code::template decode<W>(load_codes<W>(codes, done + i)) * scale);
+    put_values<W, put>(to, done + i, Code::template decode<W>(load_codes<W>(codes, done + i)) * scale_at(done + i));
   });
 }
 
@@ -125,13 +134,31 @@ struct Dequantizer {
   }
 
   // Elements [begin, begin + count) of one block, whose codes are at `codes`, a byte each; or those of signs, a bit each.
-  template <class Count>
-  PYCOMM_HD void decode(const std::uint8_t* codes, std::size_t begin, Count count, float scale) const {
+  PYCOMM_HD void decode(const std::uint8_t* codes, std::size_t begin, std::size_t count, float scale) const {
     if constexpr (kBits == 1) {
       decode_signs<put>(job.flat + begin, codes, count, scale);
     } else {
-      decode_elements<typename Format::Code, put>(job.flat + begin, codes, count, scale);
+      const float largest = scale * kOfHalves<typename Format::Code>;
+      const auto scale_at = [scale](std::size_t) PYCOMM_INLINE { return scale; };
+      decode_elements<typename Format::Code, put>(job.flat + begin, codes, count, scale_at, largest - largest == 0);
     }
+  }
+
+  // As decode(), the blocks [block, last) of MX, which are so many that their scales are made a register at a time.
+  PYCOMM_HD void decode_mx(const std::uint8_t* codes, std::size_t block, std::size_t last, std::size_t begin, std::size_t end) const {
+    using I = typename Floats::Of<std::int32_t>;
+    using V = typename Floats::Of<float>;
+    alignas(64) std::uint8_t stored[kChunk / kLeastBlock] = {};
+    alignas(64) float scales[kChunk / kLeastBlock];
+    std::memcpy(stored, job.payload + block, last - block);
+    I largest = {};
+    for (std::size_t i = 0; i < last - block; i += kLanesOfFloat) {
+      const V scale = mx_scale<Floats>(bit_cast<typename Floats::Of<std::uint32_t>>(load_codes<Floats>(stored, i))) * job.factor;
+      largest = Floats::larger(largest, bit_cast<I>(scale * kOfHalves<typename Format::Code>) & 0x7FFFFFFF);
+      store_at(scales, 4 * i, scale);
+    }
+    const auto scale_at = [&scales](std::size_t i) PYCOMM_INLINE { return scales[i / kLeastBlock]; };
+    decode_elements<typename Format::Code, put>(job.flat + begin, codes, end - begin, scale_at, largest_lane(largest) < kInfinityBits);
   }
 
   // The codes of `count` elements from `begin` on, for decode().
@@ -157,11 +184,14 @@ struct Dequantizer {
   // The blocks [block, last) of a chunk, elements [begin, end).
   void run_chunk(std::size_t block, std::size_t last, std::size_t begin, std::size_t end) {
     const std::uint8_t* codes = codes_of(begin, end - begin);
-    for (std::size_t at = begin; block < last; ++block, at += job.block_numel) {
-      with_length<Format>(std::min(job.block_numel, end - at), [&](auto count) PYCOMM_INLINE {
+    if constexpr (Format::kIsMx) {
+      decode_mx(codes, block, last, begin, end);
+    } else {
+      for (std::size_t at = begin; block < last; ++block, at += job.block_numel) {
+        const std::size_t count = std::min(job.block_numel, end - at);
         decode(codes, at, count, scale_of(block));
         codes += kBits == 1 ? count / 8 : count;
-      });
+      }
     }
   }
 

@@ -43,7 +43,7 @@ struct Ranked {
 // counted in the same one would wait for each other), and as a rule one histogram does.
 Ranked select_rank(const float* values, std::size_t count, std::size_t rank) {
   constexpr int kBits = 11;
-  constexpr std::size_t kFew = 256;
+  constexpr std::size_t kFew = 64;
   std::int32_t least = kMagnitude, most = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const std::int32_t magnitude = magnitude_at(values, i);
@@ -83,7 +83,7 @@ Ranked select_rank(const float* values, std::size_t count, std::size_t rank) {
 
 // A magnitude that with near certainty at least k elements reach, but not many more.
 std::int32_t guess_threshold(const float* flat, const float* residual, std::size_t numel, std::size_t k, float* sample) {
-  const SamplePlan plan(numel, k, std::min(kTopkSample, std::max<std::size_t>(16 * 1024, numel / 64)));
+  const SamplePlan plan(numel, k, std::min(kTopkSample, std::max<std::size_t>(8 * 1024, numel / 128)));
   if (plan.rank == 0) return 0;
   for (std::size_t i = 0; i < plan.count; i += SamplePlan::kLine) {
     const std::size_t first = plan.index(i);
