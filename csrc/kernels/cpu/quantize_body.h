@@ -77,13 +77,13 @@ PYCOMM_HD Packed narrow(SignedCodes<I> a, SignedCodes<I> b, SignedCodes<I> c, Si
 #endif
 
 // Writes the codes of `count` elements, a byte each: the low ones of what encode(W, index) returns, int32 or SignedCodes.
-template <class Next, class Encode>
-PYCOMM_HD void write_codes(const Next& next, std::uint8_t* codes, std::size_t count, Encode encode) {
+template <bool has_residual, class Encode>
+PYCOMM_HD void write_codes(const Input<has_residual>& input, std::uint8_t* codes, std::size_t count, Encode encode) {
   std::size_t begin = 0;
 #if PYCOMM_VECTOR_BYTES >= 32
   constexpr std::size_t n = kLanesOfFloat;
   for (; begin + 4 * n <= count; begin += 4 * n) {
-    next.template fetch_in_second_pass<4 * n>(begin);
+    input.template fetch_in_second_pass<4 * n>(begin);
     const auto a = encode(Floats{}, begin), b = encode(Floats{}, begin + n);
     const auto c = encode(Floats{}, begin + 2 * n), d = encode(Floats{}, begin + 3 * n);
     store_at(codes, begin, narrow(a, b, c, d));
@@ -91,26 +91,26 @@ PYCOMM_HD void write_codes(const Next& next, std::uint8_t* codes, std::size_t co
 #endif
   for_lanes(count - begin, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    if constexpr (W::kLanes > 1) next.template fetch_in_second_pass<W::kLanes>(begin + i);
+    if constexpr (W::kLanes > 1) input.template fetch_in_second_pass<W::kLanes>(begin + i);
     store_codes<W>(codes, begin + i, joined(encode(lanes, begin + i)));
   });
 }
 
-// Codes of `count` elements, a byte each; scale_at(index) is what the element is encoded with. `left` gets the residual.
+// Codes of `count` elements, a byte each; scale_at(index) is what the element is encoded with. The residual becomes what is left.
 // Inlined, as blocks may be short: what it needs in registers is then there for all of them.
 template <class Code, bool stochastic, bool has_residual, class ScaleAt>
-PYCOMM_HD void encode_elements(const NextChunks<has_residual>& next, std::uint8_t* codes, const float* input, float* left,
-                               std::size_t count, ScaleAt scale_at, [[maybe_unused]] const std::uint16_t* random) {
-  write_codes(next, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+PYCOMM_HD void encode_elements(const Input<has_residual>& input, std::uint8_t* codes, std::size_t count, ScaleAt scale_at,
+                               [[maybe_unused]] const std::uint16_t* random) {
+  write_codes(input, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using I = typename W::template Of<std::int32_t>;
-    const auto x = load_floats<W>(input, i);
+    const auto x = load_floats<W>(input.sum(), i);
     I bits16 = W::template splat<std::int32_t>(0);
     if constexpr (stochastic) {
       bits16 = W::template convert<I>(load_at<typename W::template Of<std::uint16_t>>(random, 2 * i));
     }
     const auto encoded = Code::template encode<W, stochastic>(x * scale_at(i).inverse, bits16);
-    if constexpr (has_residual) store_at(left, 4 * i, x - encoded.value() * scale_at(i).scale);
+    if constexpr (has_residual) store_at(input.residual, 4 * i, x - encoded.value() * scale_at(i).scale);
     if constexpr (Code::kHasSignBit && Code::kBits == 8) {
       return SignedCodes<I>{encoded.code, encoded.bits};
     } else {
@@ -120,15 +120,14 @@ PYCOMM_HD void encode_elements(const NextChunks<has_residual>& next, std::uint8_
 }
 
 template <bool has_residual>
-PYCOMM_HD void encode_signs(const NextChunks<has_residual>& next, std::uint8_t* codes, const float* input, float* left,
-                            std::size_t count, float scale) {
-  write_codes(next, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
+PYCOMM_HD void encode_signs(const Input<has_residual>& input, std::uint8_t* codes, std::size_t count, float scale) {
+  write_codes(input, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
     using U = typename W::template Of<std::uint32_t>;
-    const auto x = load_floats<W>(input, i);
+    const auto x = load_floats<W>(input.sum(), i);
     const U sign = bit_cast<U>(x) & 0x80000000u;
     if constexpr (has_residual) {
-      store_at(left, 4 * i, x - bit_cast<typename W::template Of<float>>(sign | bit_cast<std::uint32_t>(scale)));
+      store_at(input.residual, 4 * i, x - bit_cast<typename W::template Of<float>>(sign | bit_cast<std::uint32_t>(scale)));
     }
     return bit_cast<typename W::template Of<std::int32_t>>(sign >> 31);
   });
@@ -209,20 +208,19 @@ struct Quantizer {
 
   explicit Quantizer(const QuantizeJob& job) : job(job) {}
 
-  NextChunks<has_residual> next_of(std::size_t begin) const {
+  Input<has_residual> input_at(std::size_t begin) const {
     return {ahead, job.flat + begin, has_residual ? job.residual + begin : nullptr};
   }
 
   // What the scale of a block of `count` elements follows from, or of MX what it does lane by lane.
   PYCOMM_HD auto reach_of(std::size_t begin, std::size_t count) const {
-    const auto next = next_of(begin);
-    float* const residual = has_residual ? job.residual + begin : nullptr;
+    const Input<has_residual> input = input_at(begin);
     if constexpr (kIsSign) {
-      return bit_cast<std::int32_t>(sum_magnitudes<has_residual>(next, job.flat + begin, residual, count) / static_cast<float>(count));
+      return bit_cast<std::int32_t>(sum_magnitudes(input, count) / static_cast<float>(count));
     } else if constexpr (Format::kIsMx) {
-      return find_amax<has_residual>(next, job.flat + begin, residual, count);
+      return find_amax(input, count);
     } else {
-      return largest_lane(find_amax<has_residual>(next, job.flat + begin, residual, count));
+      return largest_lane(find_amax(input, count));
     }
   }
 
@@ -265,28 +263,24 @@ struct Quantizer {
   // Elements [begin, begin + count) of the i-th block that there are scales of, to codes[at ...]; the chunk's random numbers are drawn.
   PYCOMM_HD void encode(std::size_t at, std::size_t begin, std::size_t count, std::size_t i) {
     const float scale = scales[i], inverse = inverses[i];
-    float* const residual = has_residual ? job.residual + begin : nullptr;
-    const float* const input = has_residual ? residual : job.flat + begin;
+    const Input<has_residual> input = input_at(begin);
     if (differs(scale, scale)) {
       std::memset(codes + at, 0, count);
-      if constexpr (has_residual) std::memset(residual, 0, 4 * count);
+      if constexpr (has_residual) std::memset(input.residual, 0, 4 * count);
     } else if constexpr (kIsSign) {
-      encode_signs<has_residual>(next_of(begin), codes + at, input, residual, count, scale);
+      encode_signs(input, codes + at, count, scale);
     } else {
       const auto scale_at = [scale, inverse](std::size_t) PYCOMM_INLINE { return BlockScale<Scalar>{scale, inverse, 0}; };
-      encode_elements<typename Format::Code, stochastic, has_residual>(next_of(begin), codes + at, input, residual, count, scale_at, drawn + at);
+      encode_elements<typename Format::Code, stochastic>(input, codes + at, count, scale_at, drawn + at);
     }
   }
 
   // As encode(), blocks of MX, [begin, end), all of which are finite: as one, so that four registers are narrowed together.
   PYCOMM_HD void encode_mx(std::size_t at, std::size_t begin, std::size_t end) {
-    float* const residual = has_residual ? job.residual + begin : nullptr;
-    const float* const input = has_residual ? residual : job.flat + begin;
     const auto scale_at = [this](std::size_t i) PYCOMM_INLINE {
       return BlockScale<Scalar>{scales[i / kLeastBlock], inverses[i / kLeastBlock], 0};
     };
-    encode_elements<typename Format::Code, stochastic, has_residual>(next_of(begin), codes + at, input, residual, end - begin, scale_at,
-                                                                     drawn + at);
+    encode_elements<typename Format::Code, stochastic>(input_at(begin), codes + at, end - begin, scale_at, drawn + at);
   }
 
   // Writes codes[0, count) where those of element `begin` belong.

@@ -40,11 +40,15 @@ PYCOMM_HD void store_codes(std::uint8_t* to, std::size_t i, typename W::template
   store_at(to, i, W::template convert<typename W::template Of<std::uint8_t>>(codes));
 }
 
-// What a pass over the chunk at `flat` asks for while it takes `numel` elements from the i-th on.
+// What a pass over a chunk reads from `flat` on, and asks for while it takes `numel` elements from the i-th on. With a residual the first
+// pass adds it, and writes the sum there.
 template <bool has_residual>
-struct NextChunks {
+struct Input {
   const ReadAhead& ahead;
-  const float *flat, *residual;
+  const float* flat;
+  float* residual;  // null: none
+
+  const float* sum() const { return has_residual ? residual : flat; }
 
   template <std::size_t numel>
   PYCOMM_HD void fetch_in_first_pass(std::size_t i) const {
@@ -76,30 +80,30 @@ PYCOMM_HD auto read_bits(const float* flat, float* residual, std::size_t i) {
 
 // The bits of the largest magnitude in each lane: as integers NaN > infinity > all else.
 template <bool has_residual>
-PYCOMM_HD auto find_amax(const NextChunks<has_residual>& next, const float* flat, float* residual, std::size_t count) {
+PYCOMM_HD auto find_amax(const Input<has_residual>& input, std::size_t count) {
   using I = typename Floats::Of<std::int32_t>;
   constexpr std::size_t kStep = 4 * kLanesOfFloat;
   I most[4] = {};
   std::size_t i = 0;
   for (; i + kStep <= count; i += kStep) {
-    next.template fetch_in_first_pass<kStep>(i);
+    input.template fetch_in_first_pass<kStep>(i);
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const I bits = read_bits<Floats, has_residual>(flat, residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
+      const I bits = read_bits<Floats, has_residual>(input.flat, input.residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
       most[k] = Floats::larger(most[k], bits);
     }
   }
   for (; i + kLanesOfFloat <= count; i += kLanesOfFloat) {  // the blocks of MX are shorter than a step
-    most[0] = Floats::larger(most[0], read_bits<Floats, has_residual>(flat, residual, i) & 0x7FFFFFFF);
+    most[0] = Floats::larger(most[0], read_bits<Floats, has_residual>(input.flat, input.residual, i) & 0x7FFFFFFF);
   }
   for (int k = 1; k < 4; ++k) most[0] = Floats::larger(most[0], most[k]);
-  for (; i < count; ++i) most[0][0] = std::max(most[0][0], read_bits<Scalar, has_residual>(flat, residual, i) & 0x7FFFFFFF);
+  for (; i < count; ++i) most[0][0] = std::max(most[0][0], read_bits<Scalar, has_residual>(input.flat, input.residual, i) & 0x7FFFFFFF);
   return most[0];
 }
 
 // The sum of the magnitudes, in the order of [Note: lanes of a sum].
 template <bool has_residual>
-float sum_magnitudes(const NextChunks<has_residual>& next, const float* flat, float* residual, std::size_t count) {
+float sum_magnitudes(const Input<has_residual> input, std::size_t count) {  // a copy: no store can change it
   using I = typename Floats::Of<std::int32_t>;
   using V = typename Floats::Of<float>;
   constexpr std::size_t kRegisters = kSumLanes / kLanesOfFloat;
@@ -107,16 +111,16 @@ float sum_magnitudes(const NextChunks<has_residual>& next, const float* flat, fl
   V sums[kRegisters] = {};
   std::size_t i = 0;
   for (; i + kSumLanes <= count; i += kSumLanes) {
-    next.template fetch_in_first_pass<kSumLanes>(i);
+    input.template fetch_in_first_pass<kSumLanes>(i);
 #pragma GCC unroll 32
     for (std::size_t k = 0; k < kRegisters; ++k) {
-      const I bits = read_bits<Floats, has_residual>(flat, residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
+      const I bits = read_bits<Floats, has_residual>(input.flat, input.residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
       sums[k] = sums[k] + bit_cast<V>(bits);
     }
   }
   std::memcpy(lanes, sums, sizeof(lanes));
   for (std::size_t lane = 0; i < count; ++i, ++lane) {
-    lanes[lane] += bit_cast<float>(read_bits<Scalar, has_residual>(flat, residual, i) & 0x7FFFFFFF);
+    lanes[lane] += bit_cast<float>(read_bits<Scalar, has_residual>(input.flat, input.residual, i) & 0x7FFFFFFF);
   }
   for (std::size_t half = kSumLanes / 2; half > 0; half /= 2) {
     for (std::size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
