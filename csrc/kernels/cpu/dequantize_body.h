@@ -84,6 +84,21 @@ PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::s
 }
 #endif
 
+// The values of codes. The sixteen of e2m1 fit in a register, or but for the sign in half of one: they are looked up.
+template <class W, class Code, class I>
+PYCOMM_HD auto decode_codes(I codes) {
+  if constexpr (W::kLanes > 1 && Code::kBits == 4 && Code::kHasSignBit) {
+#if PYCOMM_VECTOR_BYTES == 64
+    const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    return bit_cast<typename W::template Of<float>>(_mm512_maskz_permutexvar_ps(0xFFFF, bit_cast<__m512i>(codes), values));
+#elif PYCOMM_VECTOR_BYTES == 32
+    const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), bit_cast<__m256i>(codes));
+    return bit_cast<typename W::template Of<float>>(bit_cast<I>(magnitudes) | (codes & 8) << 28);
+#endif
+  }
+  return Code::template decode<W>(codes);
+}
+
 // scale_at(index) is what an element is multiplied by, `is_finite` whether it times kOfHalves is, for all of them.
 template <class Code, Put put, class ScaleAt>
 PYCOMM_HD void decode_elements(float* to, const std::uint8_t* codes, std::size_t count, ScaleAt scale_at, [[maybe_unused]] bool is_finite) {
@@ -95,7 +110,7 @@ PYCOMM_HD void decode_elements(float* to, const std::uint8_t* codes, std::size_t
 #endif
   for_lanes(count - done, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    put_values<W, put>(to, done + i, Code::template decode<W>(load_codes<W>(codes, done + i)) * scale_at(done + i));
+    put_values<W, put>(to, done + i, decode_codes<W, Code>(load_codes<W>(codes, done + i)) * scale_at(done + i));
   });
 }
 
