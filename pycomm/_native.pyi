@@ -72,8 +72,7 @@ def topk(
     workspace: int,
     workspace_bytes: int,
     report: int,
-    is_reusing: bool,
-    accepted: int,
+    tolerance: float | None,
     stream: int | None,
 ) -> None: ...
 def scatter_add(flat: int, numel: int, indices: int, values: int, count: int, factor: float) -> int: ...

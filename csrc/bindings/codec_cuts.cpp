@@ -5,7 +5,6 @@
 // path wants it. The ordinary path then does it, or words the error.
 #include <pybind11/pybind11.h>
 
-#include <cmath>
 #include <optional>
 
 #include "codec_jobs.h"
@@ -26,7 +25,7 @@ class CodecCuts {
     Flat kept{};
     std::uint64_t first_seed = 0, first = 0;
     if (!read(payload, flat, format, length, both)) return false;
-    if (!residual.is_none() && (!is_beside(residual, both.flat, DType::kFloat32, kept) || kept.numel != both.flat.numel)) return false;
+    if (!is_none_or_beside(residual, both.flat, DType::kFloat32, both.flat.numel, kept)) return false;
     if (is_stochastic && static_cast<PayloadFormat>(format) == PayloadFormat::kSign) return false;
     if (!read_number(seed, 63, first_seed) || !read_number(offset, 62, first)) return false;
     run_quantize(quantize_job(address(both.payload), both.payload.numel, address(both.flat), both.flat.numel, format, both.block_numel,
@@ -51,19 +50,18 @@ class CodecCuts {
     const std::size_t k = places.numel;
     if (chosen.numel != k || k < 1 || k > input.numel || input.numel >> 31 != 0) return false;
     if (room.numel < topk_workspace_bytes(input.numel, k) || address(room) % 8 != 0) return false;
-    if (!residual.is_none() && (!is_beside(residual, input, DType::kFloat32, left) || left.numel != input.numel)) return false;
-    if (!report.is_none() && (!is_beside(report, input, DType::kInt32, told) || told.numel != 3)) return false;
-    std::size_t accepted = k;
+    if (!is_none_or_beside(residual, input, DType::kFloat32, input.numel, left)) return false;
+    if (!is_none_or_beside(report, input, DType::kInt32, 3, told)) return false;
+    std::optional<double> allowed;
     if (!tolerance.is_none()) {
       if (report.is_none() || !PyFloat_CheckExact(tolerance.ptr())) return false;
-      const double allowed = PyFloat_AS_DOUBLE(tolerance.ptr());
-      if (!(allowed >= 0 && allowed < 1)) return false;
-      accepted = static_cast<std::size_t>(std::ceil((1 - allowed) * static_cast<double>(k)));
+      allowed = PyFloat_AS_DOUBLE(tolerance.ptr());
+      if (!(*allowed >= 0 && *allowed < 1)) return false;
     }
     std::optional<std::uintptr_t> stream;
     if (!find_stream(input, stream)) return false;
-    run_topk(topk_job(address(places), address(chosen), k, address(input), input.numel, address(left), address(room), room.numel, accepted),
-             address(told), !tolerance.is_none(), stream);
+    run_topk(topk_job(address(places), address(chosen), k, address(input), input.numel, address(left), address(room), room.numel),
+             address(told), allowed, stream);
     return true;
   }
 
@@ -89,6 +87,10 @@ class CodecCuts {
   bool is_beside(py::handle object, const Flat& other, DType dtype, Flat& flat) const {
     return tensors_.read_anywhere(object.ptr(), flat) && is_flat(flat, dtype) && flat.device_type == other.device_type &&
            flat.device_id == other.device_id;
+  }
+
+  bool is_none_or_beside(py::handle object, const Flat& other, DType dtype, std::size_t numel, Flat& flat) const {
+    return object.is_none() || (is_beside(object, other, dtype, flat) && flat.numel == numel);
   }
 
   static std::uintptr_t address(const Flat& flat) { return reinterpret_cast<std::uintptr_t>(flat.data); }

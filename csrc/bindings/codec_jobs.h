@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -96,7 +97,7 @@ inline void run_dequantize(const DequantizeJob& job, [[maybe_unused]] std::optio
 }
 
 inline TopkJob topk_job(std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel,
-                        std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes, std::size_t accepted) {
+                        std::uintptr_t residual, std::uintptr_t workspace, std::size_t workspace_bytes) {
   if (k < 1 || k > numel || numel >= (std::size_t{1} << 31) || workspace_bytes < topk_workspace_bytes(numel, k)) {
     throw pybind11::value_error("topk: expected 1 <= k <= numel < 2**31 and a workspace of workspace_bytes(numel, k)");
   }
@@ -106,14 +107,18 @@ inline TopkJob topk_job(std::uintptr_t indices, std::uintptr_t values, std::size
   job.flat = reinterpret_cast<const float*>(flat);
   job.residual = reinterpret_cast<float*>(residual);
   job.workspace = reinterpret_cast<void*>(workspace);
-  job.numel = numel, job.k = k, job.accepted = accepted;
+  job.numel = numel, job.k = job.accepted = k;
   return job;
 }
 
-// `report` (0: none) gets what was done; if `is_reusing`, the threshold that it has is the guess.
-inline void run_topk(TopkJob job, std::uintptr_t report, bool is_reusing, [[maybe_unused]] std::optional<std::uintptr_t> stream) {
+// `report` (0: none) gets what was done. With a `tolerance`, at least 0 and below 1, the threshold that it has is the guess.
+inline void run_topk(TopkJob job, std::uintptr_t report, std::optional<double> tolerance, [[maybe_unused]] std::optional<std::uintptr_t> stream) {
   auto* const told = reinterpret_cast<std::int32_t*>(report);
-  if (is_reusing && told == nullptr) throw pybind11::value_error("topk: a threshold is reused from a report: expected one");
+  const bool is_reusing = tolerance.has_value();
+  if (is_reusing && !(told != nullptr && *tolerance >= 0 && *tolerance < 1)) {
+    throw pybind11::value_error("topk: expected a report, and 0 <= tolerance < 1");
+  }
+  if (is_reusing) job.accepted = static_cast<std::size_t>(std::ceil((1 - *tolerance) * static_cast<double>(job.k)));
 #if defined(PYCOMM_WITH_CUDA)
   if (stream) return check_cuda("topk_cuda", topk_cuda(job, told, is_reusing, reinterpret_cast<void*>(*stream)));
 #endif

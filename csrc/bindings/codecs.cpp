@@ -100,14 +100,14 @@ void bind_codecs(py::module_& m) {
   m.def(
       "topk",
       [](std::uintptr_t indices, std::uintptr_t values, std::size_t k, std::uintptr_t flat, std::size_t numel, std::uintptr_t residual,
-         std::uintptr_t workspace, std::size_t workspace_bytes, std::uintptr_t report, bool is_reusing, std::size_t accepted,
+         std::uintptr_t workspace, std::size_t workspace_bytes, std::uintptr_t report, std::optional<double> tolerance,
          std::optional<std::uintptr_t> stream) {
-        run_topk(topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes, accepted), report, is_reusing, stream);
+        run_topk(topk_job(indices, values, k, flat, numel, residual, workspace, workspace_bytes), report, tolerance, stream);
       },
       py::arg("indices"), py::arg("values"), py::arg("k"), py::arg("flat"), py::arg("numel"), py::arg("residual"), py::arg("workspace"),
-      py::arg("workspace_bytes"), py::arg("report"), py::arg("is_reusing"), py::arg("accepted"), py::arg("stream"),
-      "Selects the k largest; what it did goes to `report` (0: nowhere), from which a threshold to reuse comes. `stream` is None for "
-      "the CPU. Raises ValueError, RuntimeError.");
+      py::arg("workspace_bytes"), py::arg("report"), py::arg("tolerance"), py::arg("stream"),
+      "Selects the k largest; what it did goes to `report` (0: nowhere), whose threshold is reused if there is a tolerance. `stream` is "
+      "None for the CPU. Raises ValueError, RuntimeError.");
   m.def("scatter_add", &scatter_add_on_cpu, py::arg("flat"), py::arg("numel"), py::arg("indices"), py::arg("values"),
         py::arg("count"), py::arg("factor"),
         "Adds and returns `count`; or adds nothing and returns the position of the first index outside.");

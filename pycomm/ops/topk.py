@@ -80,7 +80,8 @@ def topk_(
         torch.ops.pycomm.topk_(indices, values, flat, residual, report, tolerance, workspace)
         return
     k, numel = indices.numel(), flat.numel()
-    if workspace is None and 1 <= k <= numel:
+    can_select = 1 <= k <= numel < 1 << 31
+    if workspace is None and can_select:
         workspace = torch.empty(workspace_bytes(numel, k), dtype=torch.uint8, device=flat.device)
     if cuts().topk(indices, values, flat, residual, report, tolerance, workspace):
         return
@@ -88,7 +89,7 @@ def topk_(
     check_dense("topk", "values", values, torch.float32, k)
     check_dense("topk", "flat", flat, torch.float32)
     check_devices("topk", flat, indices=indices, values=values, residual=residual, report=report, workspace=workspace)
-    if not (1 <= k <= numel < 1 << 31):
+    if not can_select:
         raise ConfigError(f"topk: expected 1 <= k <= numel < 2**31, got k = {k} (the length of indices) of {numel}")
     if residual is not None:
         check_dense("topk", "residual", residual, torch.float32, numel)
@@ -98,7 +99,6 @@ def topk_(
         raise ConfigError(f"topk: a tolerance is at least 0 and below 1 and needs a report, got {tolerance}, {report}")
     assert workspace is not None
     _check_workspace(workspace, numel, k)
-    accepted = k if tolerance is None else math.ceil((1 - tolerance) * k)
     left, told = (0 if tensor is None else tensor.data_ptr() for tensor in (residual, report))
     room = workspace.data_ptr(), workspace.numel() * workspace.itemsize
     with current_stream("topk", flat.device) as stream:
@@ -111,8 +111,7 @@ def topk_(
             left,
             *room,
             told,
-            tolerance is not None,
-            accepted,
+            tolerance,
             stream,
         )
 

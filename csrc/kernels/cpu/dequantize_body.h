@@ -42,10 +42,8 @@ PYCOMM_HD void put_values(float* to, std::size_t i, typename W::template Of<floa
 // What floats of 8 bits are multiplied by as float16_of() has them; see there.
 template <class Code>
 inline constexpr float kOfHalves = 1.0f;
-template <>
-inline constexpr float kOfHalves<FloatCode<E4M3FNFormat, false>> = 256.0f;
-template <>
-inline constexpr float kOfHalves<FloatCode<E4M3FNFormat, true>> = 256.0f;
+template <bool saturates>
+inline constexpr float kOfHalves<FloatCode<E4M3FNFormat, saturates>> = 256.0f;
 
 #if PYCOMM_VECTOR_BYTES >= 32
 // Whether codes are floats of 8 bits: those the hardware can decode, as float16.
@@ -143,10 +141,8 @@ struct Dequantizer {
 
   explicit Dequantizer(const DequantizeJob& job) : job(job) {}
 
-  float scale_of(std::size_t block) const {
-    if constexpr (Format::kIsMx) return mx_scale<Scalar>(job.payload[block]) * job.factor;
-    return load_at<float>(job.payload, 4 * block) * job.factor;
-  }
+  // Not of MX.
+  float scale_of(std::size_t block) const { return load_at<float>(job.payload, 4 * block) * job.factor; }
 
   // Elements [begin, begin + count) of one block, whose codes are at `codes`, a byte each; or those of signs, a bit each.
   PYCOMM_HD void decode(const std::uint8_t* codes, std::size_t begin, std::size_t count, float scale) const {
@@ -159,12 +155,12 @@ struct Dequantizer {
     }
   }
 
-  // As decode(), the blocks [block, last) of MX, which are so many that their scales are made a register at a time.
+  // The blocks [block, last) of a chunk of MX, elements [begin, end): they are so many that their scales are made a register at a time.
   PYCOMM_HD void decode_mx(const std::uint8_t* codes, std::size_t block, std::size_t last, std::size_t begin, std::size_t end) const {
     using I = typename Floats::Of<std::int32_t>;
     using V = typename Floats::Of<float>;
-    alignas(64) std::uint8_t stored[kChunk / kLeastBlock] = {};
-    alignas(64) float scales[kChunk / kLeastBlock];
+    alignas(64) std::uint8_t stored[kBlocks] = {};
+    alignas(64) float scales[kBlocks];
     std::memcpy(stored, job.payload + block, last - block);
     I largest = {};
     for (std::size_t i = 0; i < last - block; i += kLanesOfFloat) {

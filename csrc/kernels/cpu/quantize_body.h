@@ -178,27 +178,14 @@ void run_chunks(const Job& job, Coder& coder) {
   }
 }
 
-// Calls body(count). The blocks of MX are so short that to count in loops is half of the work: of these the compiler knows the length.
-template <class Format, class Body>
-PYCOMM_HD void with_length(std::size_t count, Body body) {
-  if constexpr (Format::kIsMx) {
-    if (count == 32) return body(std::integral_constant<std::size_t, 32>());
-  }
-  body(count);
-}
-
 template <class Format, bool stochastic, bool has_residual>
 struct Quantizer {
   using I = typename Floats::Of<std::int32_t>;
   static constexpr bool kIsSign = Format::kFormat == PayloadFormat::kSign;
-  static constexpr std::size_t kBlocks = kChunk / kLeastBlock;
 
   const QuantizeJob job;  // a copy: no store can change it
   const PayloadLayout layout{job.format, job.numel, job.block_numel};
   const ReadAhead ahead{reads_by_pages(4 * job.numel)};
-  // So many elements at a time go through both passes: the whole blocks of a chunk. Two long streams that are read, of which one is
-  // written, come from memory faster where the passes take shorter turns (Zen 5: 0.9 of the time).
-  const std::size_t together = std::max<std::size_t>(1, (has_residual && 4 * job.numel >= kLongBytes ? 256 : kChunk) / job.block_numel) * job.block_numel;
   alignas(64) std::uint8_t codes[kChunk];
   alignas(64) std::uint8_t packed[kChunk];
   alignas(64) float scales[kBlocks], inverses[kBlocks];
@@ -212,48 +199,44 @@ struct Quantizer {
     return {ahead, job.flat + begin, has_residual ? job.residual + begin : nullptr};
   }
 
-  // What the scale of a block of `count` elements follows from, or of MX what it does lane by lane.
-  PYCOMM_HD auto reach_of(std::size_t begin, std::size_t count) const {
-    const Input<has_residual> input = input_at(begin);
+  // What the scale of a block of `count` elements follows from.
+  PYCOMM_HD std::int32_t reach_of(std::size_t begin, std::size_t count) const {
     if constexpr (kIsSign) {
-      return bit_cast<std::int32_t>(sum_magnitudes(input, count) / static_cast<float>(count));
-    } else if constexpr (Format::kIsMx) {
-      return find_amax(input, count);
+      return bit_cast<std::int32_t>(sum_magnitudes(input_at(begin), count) / static_cast<float>(count));
     } else {
-      return largest_lane(find_amax(input, count));
+      return largest_lane(find_amax(input_at(begin), count));
     }
   }
 
-  // Finds and writes the scales of the blocks from `block` on, elements [begin, end); returns whether all are finite. Those of MX are so
-  // many that they are made a register at a time; what is behind the last is of an earlier chunk, or zeros, and then counts as well.
-  PYCOMM_HD bool make_scales(std::size_t block, std::size_t begin, std::size_t end) {
+  // Finds and writes the scales of the blocks from `block` on, elements [begin, end). Not of MX.
+  PYCOMM_HD void make_scales(std::size_t block, std::size_t begin, std::size_t end) {
     std::size_t i = 0;
-    bool is_finite = true;
-    if constexpr (Format::kIsMx) {
-      for (std::size_t at = begin; at < end; at += kLeastBlock) {
-        with_length<Format>(std::min(kLeastBlock, end - at), [&](auto count) PYCOMM_INLINE { most[i++] = reach_of(at, count); });
-      }
-      alignas(64) std::uint8_t stored[kBlocks];
-      I largest = {};
-      for (std::size_t lane = 0; lane < i; lane += kLanesOfFloat) {
-        const I reach = largest_of_each<kLanesOfFloat>(most + lane);
-        const auto made = Format::template scale<Floats>(reach);
-        largest = Floats::larger(largest, reach);
-        store_at(scales, 4 * lane, made.scale);
-        store_at(inverses, 4 * lane, made.inverse);
-        store_codes<Floats>(stored, lane, bit_cast<I>(made.stored));
-      }
-      std::memcpy(job.payload + block, stored, i);
-      is_finite = largest_lane(largest) < kInfinityBits;
-    } else {
-      for (std::size_t at = begin; at < end; at += job.block_numel, ++i) {
-        const auto made = Format::template scale<Scalar>(reach_of(at, std::min(job.block_numel, end - at)));
-        scales[i] = made.scale, inverses[i] = made.inverse;
-        store_at(job.payload, 4 * (block + i), made.stored);
-        is_finite &= !differs(made.scale, made.scale);
-      }
+    for (std::size_t at = begin; at < end; at += job.block_numel, ++i) {
+      const auto made = Format::template scale<Scalar>(reach_of(at, std::min(job.block_numel, end - at)));
+      scales[i] = made.scale, inverses[i] = made.inverse;
+      store_at(job.payload, 4 * (block + i), made.stored);
     }
-    return is_finite;
+  }
+
+  // As make_scales(), those of MX, which are so many that they are made a register at a time. Returns whether all are finite; what is
+  // behind the last is of an earlier chunk, or zeros, and counts as well.
+  PYCOMM_HD bool make_mx_scales(std::size_t block, std::size_t begin, std::size_t end) {
+    std::size_t found = 0;
+    for (std::size_t at = begin; at < end; at += kLeastBlock) {  // of a whole block the compiler knows the length
+      most[found++] = end - at >= kLeastBlock ? find_amax(input_at(at), kLeastBlock) : find_amax(input_at(at), end - at);
+    }
+    alignas(64) std::uint8_t stored[kBlocks];
+    I largest = {};
+    for (std::size_t i = 0; i < found; i += kLanesOfFloat) {
+      const I reach = largest_of_each<kLanesOfFloat>(most + i);
+      const auto made = Format::template scale<Floats>(reach);
+      largest = Floats::larger(largest, reach);
+      store_at(scales, 4 * i, made.scale);
+      store_at(inverses, 4 * i, made.inverse);
+      store_codes<Floats>(stored, i, bit_cast<I>(made.stored));
+    }
+    std::memcpy(job.payload + block, stored, found);
+    return largest_lane(largest) < kInfinityBits;
   }
 
   void draw([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t count) {
@@ -275,12 +258,12 @@ struct Quantizer {
     }
   }
 
-  // As encode(), blocks of MX, [begin, end), all of which are finite: as one, so that four registers are narrowed together.
-  PYCOMM_HD void encode_mx(std::size_t at, std::size_t begin, std::size_t end) {
+  // As encode(), the blocks of a chunk of MX, all of which are finite: as one, so that four registers are narrowed together.
+  PYCOMM_HD void encode_mx(std::size_t begin, std::size_t end) {
     const auto scale_at = [this](std::size_t i) PYCOMM_INLINE {
       return BlockScale<Scalar>{scales[i / kLeastBlock], inverses[i / kLeastBlock], 0};
     };
-    encode_elements<typename Format::Code, stochastic>(input_at(begin), codes + at, end - begin, scale_at, drawn + at);
+    encode_elements<typename Format::Code, stochastic>(input_at(begin), codes, end - begin, scale_at, drawn);
   }
 
   // Writes codes[0, count) where those of element `begin` belong.
@@ -307,21 +290,17 @@ struct Quantizer {
   // The blocks of a chunk from `block` on, elements [begin, end).
   void run_chunk(std::size_t block, [[maybe_unused]] std::size_t last, std::size_t begin, std::size_t end) {
     draw(begin, end - begin);
-    for (std::size_t at = begin; at < end; at += together, block += together / job.block_numel) {
-      run_together(block, begin, at, std::min(end, at + together));
+    bool is_done = false;
+    if constexpr (Format::kIsMx) {
+      is_done = make_mx_scales(block, begin, end);
+      if (is_done) encode_mx(begin, end);
+    } else {
+      make_scales(block, begin, end);
+    }
+    for (std::size_t at = begin, i = 0; at < end && !is_done; at += job.block_numel, ++i) {
+      encode(at - begin, at, std::min(job.block_numel, end - at), i);
     }
     put(begin, end - begin);
-  }
-
-  // Elements [at, end) of the chunk from `begin` on, the blocks from `block` on: both passes.
-  void run_together(std::size_t block, std::size_t begin, std::size_t at, std::size_t end) {
-    [[maybe_unused]] const bool is_finite = make_scales(block, at, end);
-    if constexpr (Format::kIsMx) {
-      if (is_finite) return encode_mx(at - begin, at, end);
-    }
-    for (std::size_t i = at, block_at = 0; i < end; i += job.block_numel, ++block_at) {
-      encode(i - begin, i, std::min(job.block_numel, end - i), block_at);
-    }
   }
 
   void run() {

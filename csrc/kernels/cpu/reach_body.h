@@ -5,7 +5,7 @@ namespace pycomm::PYCOMM_ISA {
 
 using Floats = Wide<PYCOMM_VECTOR_BYTES / 4>;
 inline constexpr std::size_t kLanesOfFloat = PYCOMM_VECTOR_BYTES / 4;
-inline constexpr std::size_t kChunk = 2048, kLeastBlock = 32;
+inline constexpr std::size_t kChunk = 2048, kLeastBlock = 32, kBlocks = kChunk / kLeastBlock;  // elements; blocks at most of a chunk
 
 // Calls body(W, index) for whole vectors of [0, count), then one element at a time for the rest.
 template <class Body>
