@@ -40,6 +40,10 @@ PYCOMM_HD To bit_cast(From from) {
   return to;
 }
 
+// Added to a float32 below 2^22 in magnitude it leaves the nearest integer in the low bits, ties to even.
+inline constexpr float kRoundMagic = 0x1.8p23f;
+inline constexpr std::int32_t kRoundMagicBits = 0x4B400000;
+
 // One lane.
 struct Scalar {
   template <class T>
@@ -56,6 +60,10 @@ struct Scalar {
   }
   static PYCOMM_HD std::int32_t smaller(std::int32_t a, std::int32_t b) { return a < b ? a : b; }
   static PYCOMM_HD std::int32_t larger(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
+  // The nearest integer of |value| < 2^22, ties to even.
+  static PYCOMM_HD std::int32_t nearest(float value) { return bit_cast<std::int32_t>(value + kRoundMagic) - kRoundMagicBits; }
+  // a * b + c, where the product is exact: so it makes no difference how often it is rounded.
+  static PYCOMM_HD float add_exact_product(float a, float b, float c) { return a * b + c; }
 };
 
 }  // namespace pycomm

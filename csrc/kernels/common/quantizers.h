@@ -31,9 +31,6 @@ PYCOMM_HD typename W::template Of<float> dither(typename W::template Of<std::int
   return W::template convert<typename W::template Of<float>>(random * 2 - 65535) * 0x1p-17f;
 }
 
-// The nearest integer as a float32 whose low bits hold it in two's complement, for |value| < 2^22.
-inline constexpr float kRoundMagic = 0x1.8p23f;
-
 // `largest` in -largest..largest, `bits` wide.
 template <int bits, int largest>
 struct IntCode {
@@ -43,23 +40,20 @@ struct IntCode {
 
   template <class W>
   struct Encoded {
-    typename W::template Of<std::int32_t> code;  // in the low bits; noise above
-    typename W::template Of<float> shifted;
+    typename W::template Of<std::int32_t> code;
     PYCOMM_HD typename W::template Of<std::int32_t> with_sign() const { return code; }
-    PYCOMM_HD typename W::template Of<float> value() const { return shifted - kRoundMagic; }
+    PYCOMM_HD typename W::template Of<float> value() const { return W::template convert<typename W::template Of<float>>(code); }
   };
 
   template <class W, bool stochastic>
   static PYCOMM_HD Encoded<W> encode(typename W::template Of<float> value,
                                      [[maybe_unused]] typename W::template Of<std::int32_t> random) {
-    using V = typename W::template Of<float>;
     if constexpr (stochastic) {
       value = value + dither<W>(random);
       value = select(value > kLargest, W::template splat<float>(kLargest), value);
       value = select(value < -kLargest, W::template splat<float>(-kLargest), value);
     }
-    const V shifted = value + kRoundMagic;
-    return {bit_cast<typename W::template Of<std::int32_t>>(shifted), shifted};
+    return {W::nearest(value)};
   }
 
   template <class W>
@@ -72,12 +66,16 @@ struct IntCode {
 // A float32 of 2^23 quanta or a little more has a last bit that is worth one quantum: what is added to it is rounded to
 // whole quanta, to nearest, ties to even, and their number lies in the low bits. A small float's quantum is the last bit of
 // its mantissa, so 2^kShift times the number's own power of two does it; below the normal numbers the quantum stays.
+// The sum is the code in two parts then: the quanta, and in its own exponent, which is larger by a constant, the number's. What
+// makes up for the constant is added as quanta too: a negative number of them, as the low 16 bits have it. (It is even, which
+// leaves ties to even as they are.) So the code is low half + high half * 2^kMantissaBits / 128.
 //
 // What is divided by a scale of float32 is rounded to the largest number at most, the block's amax to that very number. A
 // power of two may leave more, where no larger one is a scale: then a code `saturates`.
 template <class F, bool saturates>
 struct FloatCode {
   static constexpr int kExponentBits = F::kExponentBits;
+  static constexpr int kMantissaBits = F::kMantissaBits;
   static constexpr int kBits = F::kExponentBits + F::kMantissaBits + 1;
   static constexpr bool kHasSignBit = true;
   static constexpr int kLargestCode = F::kOverflow == Overflow::kInfinity ? F::kInfinity - 1 : F::kNaN - 1;
@@ -87,11 +85,12 @@ struct FloatCode {
 
   template <class W>
   struct Encoded {
-    typename W::template Of<std::int32_t> code;  // without its sign, in the low bits; noise above
+    typename W::template Of<std::int32_t> sum;   // the code without its sign, in two halves: [Note: rounding by an addition]
     typename W::template Of<std::int32_t> bits;  // whose highest is the sign
     typename W::template Of<float> magnitude;
+    // The code in the low bits; noise above.
     PYCOMM_HD typename W::template Of<std::int32_t> with_sign() const {
-      return code | ((bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit);
+      return (sum + (sum >> F::kShift)) | ((bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit);
     }
     PYCOMM_HD typename W::template Of<float> value() const {
       using I = typename W::template Of<std::int32_t>;
@@ -123,17 +122,15 @@ struct FloatCode {
   static PYCOMM_HD Encoded<W> round(typename W::template Of<std::int32_t> bits) {
     using I = typename W::template Of<std::int32_t>;
     using V = typename W::template Of<float>;
-    // The exponent's part of the code is added from the addend's bits, which are too large by a constant. What makes up for
-    // it, modulo the code's bits, is added as quanta, which leaves ties to even as they are if it is even.
     constexpr int kTooLarge = (F::kMinNormal >> F::kShift) + (F::kShift << F::kMantissaBits);
-    constexpr int kAdded = -kTooLarge & 255;
-    static_assert(kAdded % 2 == 0);
+    constexpr int kAdded = (1 << 16) - kTooLarge;
+    static_assert(kAdded % 2 == 0 && kTooLarge < 1 << 15);
     I magnitude = bits & 0x7FFFFFFF;
     if constexpr (saturates) magnitude = W::smaller(magnitude, W::template splat<std::int32_t>(kLargestBits));
     const I power = W::larger(magnitude & 0x7F800000, W::template splat<std::int32_t>(F::kMinNormal));
-    const I addend = power + ((F::kShift << 23) + kAdded);
-    const V sum = bit_cast<V>(magnitude) + bit_cast<V>(addend);
-    return {bit_cast<I>(sum) + (addend >> F::kShift), bits, sum - bit_cast<V>(addend)};
+    const float factor = bit_cast<float>(power_of_two_bits(F::kShift) + kAdded);
+    const V sum = W::add_exact_product(bit_cast<V>(power), W::template splat<float>(factor), bit_cast<V>(magnitude));
+    return {bit_cast<I>(sum), bits, W::add_exact_product(bit_cast<V>(power), W::template splat<float>(-factor), sum)};
   }
 
   // Up by chance.

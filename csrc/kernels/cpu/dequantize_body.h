@@ -55,28 +55,25 @@ inline constexpr bool kIsFloat8<FloatCode<F, saturates>> = F::kSignBit == 128;
 // e5m2 is float16's upper byte. e4m3 has a bit of the exponent less: its other bits, in their places in float16, are the
 // number divided by 2^8, but for NaN.
 template <class F, bool saturates>
-PYCOMM_HD __m256i float16_of(FloatCode<F, saturates>, __m128i codes) {
-  if constexpr (F::kExponentBits == 5) return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
-  using U = VectorOf<std::uint16_t, 16>::type;
-  const U bits = bit_cast<U>(_mm256_cvtepi8_epi16(codes)) << 7;  // the sign is in the two highest
-  return bit_cast<__m256i>((bits & 0xBFFF) | ((bits & 0x3F80) == 0x3F80));
+PYCOMM_HD Packed float16_of(FloatCode<F, saturates>, HalfRegister codes) {
+  using U = VectorOf<std::uint16_t, PYCOMM_VECTOR_BYTES / 2>::type;
+  const U words = bit_cast<U>(bytes_to_words(codes));
+  if constexpr (F::kExponentBits == 5) return bit_cast<Packed>(words << 8);
+  const U bits = words << 7;  // the sign is in the two highest, of which the lower is to be set for NaN: what of ones alone carries there
+  return bit_cast<Packed>(bits ^ ((bits + 0x80) & 0x4000));
 }
 
-// Elements [0, n) for the largest multiple n of 16 up to `count`; returns n. scale_at(index) times kOfHalves is finite: a power of
-// two, so the product rounds as that of the number itself does.
+// Elements [0, n) for as many whole pairs of registers as `count` has; returns n. scale_at(index) times kOfHalves is finite: a power
+// of two, so the product rounds as that of the number itself does.
 template <class Code, Put put, class ScaleAt>
 PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::size_t count, ScaleAt scale_at) {
   using V = typename Floats::Of<float>;
   std::size_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const __m256i halves = float16_of(Code{}, load_at<__m128i>(codes, i));
+  for (; i + 2 * kLanesOfFloat <= count; i += 2 * kLanesOfFloat) {
+    const Packed halves = float16_of(Code{}, load_at<HalfRegister>(codes, i));
     const float scale = scale_at(i) * kOfHalves<Code>;
-#if PYCOMM_VECTOR_BYTES == 64
-    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(halves)) * scale);
-#else
-    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(_mm256_castsi256_si128(halves))) * scale);
-    put_values<Floats, put>(to, i + 8, bit_cast<V>(half_to_float(_mm256_extracti128_si256(halves, 1))) * scale);
-#endif
+    put_values<Floats, put>(to, i, bit_cast<V>(half_to_float(lower_half(halves))) * scale);
+    put_values<Floats, put>(to, i + kLanesOfFloat, bit_cast<V>(half_to_float(upper_half(halves))) * scale);
   }
   return i;
 }

@@ -50,37 +50,40 @@ PYCOMM_HD To convert_lanes(From from) {
 }
 
 #if PYCOMM_VECTOR_BYTES >= 32
-// Of four registers of int32 the low bytes, or bytes of which the highest bits are their signs; both as packing leaves
-// them, which takes the lower parts of 128 bits of two registers, then the next ones. (AVX-512 has an instruction that narrows
-// one register, which takes longer than a fourth of this.)
+// Four registers of int32 as bytes, in the order in which packing leaves them, which takes the lower parts of 128 bits of two
+// registers, then the next ones. (AVX-512 has an instruction that narrows one register, which takes longer than a fourth of this.)
 // Packed twice, dwords 0 4 1 5 ... are in order, and of AVX-512 0 4 8 12 1 5 ...
 #if PYCOMM_VECTOR_BYTES == 64
 using Packed = __m512i;
-PYCOMM_HD Packed pack_words(Packed a, Packed b) { return _mm512_packus_epi32(a, b); }
-PYCOMM_HD Packed pack_bytes(Packed a, Packed b) { return _mm512_packus_epi16(a, b); }
-PYCOMM_HD Packed pack_signed_words(Packed a, Packed b) { return _mm512_packs_epi32(a, b); }
-PYCOMM_HD Packed pack_signed_bytes(Packed a, Packed b) { return _mm512_packs_epi16(a, b); }
+PYCOMM_HD Packed pack_words(Packed a, Packed b) { return _mm512_packs_epi32(a, b); }
+PYCOMM_HD Packed pack_bytes(Packed a, Packed b) { return _mm512_packs_epi16(a, b); }
+PYCOMM_HD Packed add_halves(Packed a, int low, int high) { return _mm512_madd_epi16(a, _mm512_set1_epi32(low | high << 16)); }
+PYCOMM_HD Packed shift_words(Packed a, int bits) { return _mm512_maskz_srli_epi16(0xFFFFFFFF, a, bits); }
 PYCOMM_HD Packed in_order(Packed packed) {
   const Packed order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return _mm512_maskz_permutexvar_epi32(0xFFFF, order, packed);
 }
 #else
 using Packed = __m256i;
-PYCOMM_HD Packed pack_words(Packed a, Packed b) { return _mm256_packus_epi32(a, b); }
-PYCOMM_HD Packed pack_bytes(Packed a, Packed b) { return _mm256_packus_epi16(a, b); }
-PYCOMM_HD Packed pack_signed_words(Packed a, Packed b) { return _mm256_packs_epi32(a, b); }
-PYCOMM_HD Packed pack_signed_bytes(Packed a, Packed b) { return _mm256_packs_epi16(a, b); }
+PYCOMM_HD Packed pack_words(Packed a, Packed b) { return _mm256_packs_epi32(a, b); }
+PYCOMM_HD Packed pack_bytes(Packed a, Packed b) { return _mm256_packs_epi16(a, b); }
+PYCOMM_HD Packed add_halves(Packed a, int low, int high) { return _mm256_madd_epi16(a, _mm256_set1_epi32(low | high << 16)); }
+PYCOMM_HD Packed shift_words(Packed a, int bits) { return _mm256_srli_epi16(a, bits); }
 PYCOMM_HD Packed in_order(Packed packed) { return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
 #endif
+// What is beyond -128..127 becomes the nearer of the two: so what has a sign keeps it.
 template <class I>
-PYCOMM_HD Packed low_bytes(I a, I b, I c, I d) {
-  const Packed ab = pack_words(bit_cast<Packed>(a & 255), bit_cast<Packed>(b & 255));
-  return pack_bytes(ab, pack_words(bit_cast<Packed>(c & 255), bit_cast<Packed>(d & 255)));
+PYCOMM_HD Packed saturated_bytes(I a, I b, I c, I d) {
+  const Packed ab = pack_words(bit_cast<Packed>(a), bit_cast<Packed>(b));
+  return pack_bytes(ab, pack_words(bit_cast<Packed>(c), bit_cast<Packed>(d)));
 }
-template <class I>
-PYCOMM_HD Packed sign_bytes(I a, I b, I c, I d) {
-  const Packed ab = pack_signed_words(bit_cast<Packed>(a), bit_cast<Packed>(b));
-  return pack_signed_bytes(ab, pack_signed_words(bit_cast<Packed>(c), bit_cast<Packed>(d)));
+// As saturated_bytes(), the sums of their halves of 16 bits, low + high / 2^shift, which are in 0..127.
+template <int shift, class I>
+PYCOMM_HD Packed summed_halves(I a, I b, I c, I d) {
+  constexpr int kLow = 1 << shift, kHigh = 1;
+  const Packed ab = pack_words(add_halves(bit_cast<Packed>(a), kLow, kHigh), add_halves(bit_cast<Packed>(b), kLow, kHigh));
+  const Packed cd = pack_words(add_halves(bit_cast<Packed>(c), kLow, kHigh), add_halves(bit_cast<Packed>(d), kLow, kHigh));
+  return pack_bytes(shift_words(ab, shift), shift_words(cd, shift));
 }
 #endif
 
@@ -97,6 +100,24 @@ struct Wide {
   template <class T>
   static PYCOMM_HD Of<T> splat(T value) {
     return value - Of<T>{};  // x - 0 is x, also for -0.0
+  }
+  static PYCOMM_HD Of<std::int32_t> nearest(Of<float> value) {
+#if PYCOMM_VECTOR_BYTES == 64
+    return bit_cast<Of<std::int32_t>>(_mm512_maskz_cvtps_epi32(0xFFFF, bit_cast<__m512>(value)));
+#elif PYCOMM_VECTOR_BYTES == 32
+    return bit_cast<Of<std::int32_t>>(_mm256_cvtps_epi32(bit_cast<__m256>(value)));
+#else
+    return bit_cast<Of<std::int32_t>>(value + kRoundMagic) - kRoundMagicBits;
+#endif
+  }
+  static PYCOMM_HD Of<float> add_exact_product(Of<float> a, Of<float> b, Of<float> c) {
+#if PYCOMM_VECTOR_BYTES == 64
+    return bit_cast<Of<float>>(_mm512_maskz_fmadd_ps(0xFFFF, bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+#elif PYCOMM_VECTOR_BYTES == 32
+    return bit_cast<Of<float>>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+#else
+    return a * b + c;
+#endif
   }
   // By intrinsics, as GCC does not see one instruction in a comparison with a constant and a choice.
   static PYCOMM_HD Of<std::int32_t> smaller(Of<std::int32_t> a, Of<std::int32_t> b) {
@@ -255,16 +276,27 @@ PYCOMM_HD FloatRegister half_to_float(HalfRegister half) { return _mm512_maskz_c
 PYCOMM_HD HalfRegister float_to_half(FloatRegister value) {
   return _mm512_maskz_cvtps_ph(0xFFFF, value, _MM_FROUND_TO_NEAREST_INT);
 }
+PYCOMM_HD HalfRegister upper_half(Packed words) { return _mm512_maskz_extracti64x4_epi64(0xF, words, 1); }
+PYCOMM_HD Packed bytes_to_words(HalfRegister bytes) { return _mm512_maskz_cvtepi8_epi16(0xFFFFFFFF, bytes); }  // signed
 #elif PYCOMM_VECTOR_BYTES == 32
 using HalfRegister = __m128i;
 using FloatRegister = __m256;
 PYCOMM_HD FloatRegister half_to_float(HalfRegister half) { return _mm256_cvtph_ps(half); }
 PYCOMM_HD HalfRegister float_to_half(FloatRegister value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+PYCOMM_HD HalfRegister upper_half(Packed words) { return _mm256_extracti128_si256(words, 1); }
+PYCOMM_HD Packed bytes_to_words(HalfRegister bytes) { return _mm256_cvtepi8_epi16(bytes); }
 #else
 using HalfRegister = int;
 using FloatRegister = int;
 FloatRegister half_to_float(HalfRegister half);  // kUsesF16C is false: never called
 HalfRegister float_to_half(FloatRegister value);
+#endif
+#if PYCOMM_VECTOR_BYTES >= 32
+PYCOMM_HD HalfRegister lower_half(Packed words) {
+  HalfRegister half;  // GCC 12 warns of the intrinsic
+  std::memcpy(&half, &words, sizeof(half));
+  return half;
+}
 #endif
 
 template <class W, class Element>

@@ -48,35 +48,37 @@ inline const std::uint16_t* fill_random(Random& random, std::uint64_t seed, std:
   return random.room + skipped;
 }
 
-// Codes of 8 bits whose highest is the sign; `codes` lack it, and `bits` have it as their own highest.
-template <class I>
+// A register's codes that have a sign bit, as they were encoded; others are int32.
+template <class Code, class W>
 struct SignedCodes {
-  I codes, bits;
+  typename Code::template Encoded<W> encoded;
 };
 
 template <class I>
 PYCOMM_HD I joined(I codes) {
   return codes;
 }
-template <class I>
-PYCOMM_HD I joined(SignedCodes<I> signed_codes) {
-  return signed_codes.codes | (signed_codes.bits >> 24 & 128);
+template <class Code, class W>
+PYCOMM_HD auto joined(SignedCodes<Code, W> codes) {
+  return codes.encoded.with_sign();
 }
 
 #if PYCOMM_VECTOR_BYTES >= 32
 template <class I>
 PYCOMM_HD Packed narrow(I a, I b, I c, I d) {
-  return in_order(low_bytes(a, b, c, d));
+  return in_order(saturated_bytes(a, b, c, d));
 }
-template <class I>
-PYCOMM_HD Packed narrow(SignedCodes<I> a, SignedCodes<I> b, SignedCodes<I> c, SignedCodes<I> d) {
-  const I codes = bit_cast<I>(low_bytes(a.codes, b.codes, c.codes, d.codes));
-  const I signs = bit_cast<I>(sign_bytes(a.bits, b.bits, c.bits, d.bits)) & static_cast<int>(0x80808080);
-  return in_order(bit_cast<Packed>(codes | signs));
+template <class Code, class W>
+PYCOMM_HD Packed narrow(SignedCodes<Code, W> a, SignedCodes<Code, W> b, SignedCodes<Code, W> c, SignedCodes<Code, W> d) {
+  using I = typename W::template Of<std::int32_t>;
+  constexpr int kSign = 0x01010101 << (Code::kBits - 1);
+  const auto codes = summed_halves<7 - Code::kMantissaBits>(a.encoded.sum, b.encoded.sum, c.encoded.sum, d.encoded.sum);
+  const auto signs = saturated_bytes(a.encoded.bits, b.encoded.bits, c.encoded.bits, d.encoded.bits);
+  return in_order(bit_cast<Packed>(bit_cast<I>(codes) | (bit_cast<I>(signs) >> (8 - Code::kBits) & kSign)));
 }
 #endif
 
-// Writes the codes of `count` elements, a byte each: the low ones of what encode(W, index) returns, int32 or SignedCodes.
+// Writes the codes of `count` elements, a byte each: what encode(W, index) returns, int32 of -128..127 or SignedCodes.
 template <bool has_residual, class Encode>
 PYCOMM_HD void write_codes(const Input<has_residual>& input, std::uint8_t* codes, std::size_t count, Encode encode) {
   std::size_t begin = 0;
@@ -111,8 +113,8 @@ PYCOMM_HD void encode_elements(const Input<has_residual>& input, std::uint8_t* c
     }
     const auto encoded = Code::template encode<W, stochastic>(x * scale_at(i).inverse, bits16);
     if constexpr (has_residual) store_at(input.residual, 4 * i, x - encoded.value() * scale_at(i).scale);
-    if constexpr (Code::kHasSignBit && Code::kBits == 8) {
-      return SignedCodes<I>{encoded.code, encoded.bits};
+    if constexpr (Code::kHasSignBit) {
+      return SignedCodes<Code, W>{encoded};
     } else {
       return encoded.with_sign();
     }

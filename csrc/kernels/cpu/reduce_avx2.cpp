@@ -9,7 +9,7 @@
 
 #include "isa.h"
 
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,fma,f16c")
 #define PYCOMM_ISA avx2
 #define PYCOMM_VECTOR_BYTES 32
 #include "../common/cases.h"
