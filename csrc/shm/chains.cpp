@@ -81,7 +81,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
   const auto result_of = [&](std::size_t place, std::size_t numel) { return place + round_up(numel * item, kLine); };  // behind what is staged
   const auto stage = [&](std::size_t first, std::uint64_t window) {
     const std::size_t numel = std::min(piece, call.numel - first);
-    const std::size_t place = take(round_up(numel * item, kLine) + part_bound(numel, chains, item) * item);
+    const std::size_t place = own_.take(round_up(numel * item, kLine) + part_bound(numel, chains, item) * item);
     if (is_chained) settle(chain % cores());
     if (!is_first) await_ranks(published_by, window + 1, verb, 0, before, before + 1);
     for (int c = 0; c < chains; ++c) {
@@ -95,7 +95,7 @@ void Group::all_reduce_in_windows(unsigned char* output, const unsigned char* in
     publish_window(window);
     return place;
   };
-  use_ring();
+  populate(own_);
   const bool is_early = is_first && !mine.are_shared();  // nothing has to be known of the others
   std::size_t place = is_early ? stage(0, window_) : 0;
   if (meet_in_heaps(output, input, call, mine)) return;

@@ -46,7 +46,7 @@ bool has_root(Verb verb) {
 const char* verb_name(Verb verb) { return kVerbNames[static_cast<int>(verb)]; }
 
 Group::Group(Setup setup)
-    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks()), at_(AreaLayout::of(ranks_)), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_) {
+    : setup_(std::move(setup)), rank_(setup_.rank), ranks_(setup_.ranks), forks_at_start_(forks()), at_(AreaLayout::of(ranks_)), own_(rank_, at_.ring_bytes), common_(ranks_, at_.ring_bytes), inputs_(ranks_), factors_(ranks_, 1.0), weights_(ranks_, 1.0), outputs_(ranks_) {
   chosen_ = setup_.choices;
   const FileLayout file = FileLayout::of(setup_.host_ranks);
   if (setup_.area >= kAreas) throw Broken("shared memory: more than " + std::to_string(kAreas) + " groups were made in this job");
@@ -256,7 +256,8 @@ void Group::meet(const Call& call, std::size_t payload_bytes) {
 void Group::report_mismatch(const Call& call) {
   // Some ranks have staged and told of something for this call and some have not; all go on behind it.
   window_ += std::max(kMostSteps, kMostStarted) + 1;
-  cursor_ = 0, common_ = Common{};
+  own_.restart();
+  common_.restart();
   if (log_ != nullptr) log_->fail();
   // One of the calls may be that of a rank that has died since, another one that of a rank which goes on without it.
   check_lost(verb_name(call.verb));
@@ -278,27 +279,17 @@ void Group::load_factors(const Call& call) {
 
 // -- windows --------------------------------------------------------------------------------------------------------------
 
-void Group::use_ring(bool is_common) {
-  bool& has = is_common ? has_common_ : has_ring_;
-  if (has) return;
+void Group::populate(Ring& ring) {
+  if (ring.is_populated) return;
   // The others' are populated by their owners before anything in them is published.
-  const auto ring = static_cast<std::size_t>(is_common ? ranks_ : rank_);
-  or_tell([&] { mapping_->populate(at_.rings + ring * at_.ring_bytes, at_.ring_bytes, at_.ring_bytes >= kHugePage); });
-  has = true;
+  or_tell([&] { mapping_->populate(at_.rings + ring.number() * at_.ring_bytes, at_.ring_bytes, at_.ring_bytes >= kHugePage); });
+  ring.is_populated = true;
 }
 
 void Group::use_region() {
   if (has_region_) return;
   or_tell([&] { mapping_->populate(at_.regions + static_cast<std::size_t>(rank_) * kRegionBytes, kRegionBytes, false); });
   has_region_ = true;
-}
-
-std::size_t Group::take(std::size_t bytes, std::size_t& cursor) const {
-  bytes = round_up(bytes, kLine);
-  if (cursor + bytes > at_.ring_bytes) cursor = 0;
-  const std::size_t place = cursor;
-  cursor += bytes;
-  return place;
 }
 
 void Group::publish_in_windows(const Call& call, const Load& load) {

@@ -56,6 +56,7 @@
 #include "memory.h"
 #include "mapping.h"
 #include "results.h"
+#include "ring.h"
 #include "stores.h"
 #include "wait.h"
 
@@ -294,10 +295,8 @@ class Group {
   // Runs what may fail on this rank alone (memory, descriptors); the others, who wait for it, are then told.
   template <class Run>
   void or_tell(Run run);
-  void use_ring(bool is_common = false); // populates this rank's ring, or that one, once
+  void populate(Ring& ring);             // this rank's own or the common one, once
   void use_region();                     // the region that this rank fills first
-  std::size_t take(std::size_t bytes) { return take(bytes, cursor_); }  // the next `bytes` of the ring; the same place on every rank
-  std::size_t take(std::size_t bytes, std::size_t& cursor) const;
   void publish_window(std::uint64_t window);  // this rank's part of it is written
   void await_windows(const char* verb, std::uint64_t ahead = 0, int spins = kSpinsAlone);  // everybody's, but for the last `ahead`
   void sync(const char* verb, int spins = kSpinsAlone);  // returns once every rank has called it
@@ -416,25 +415,14 @@ class Group {
   std::unique_ptr<Mailbox> mailbox_;
   std::uint64_t seq_ = 0;      // of the collective under way, or the last one
   std::uint64_t window_ = 0;   // windows used so far
-  std::size_t cursor_ = 0;     // of the ring
-  // [Note: the common ring]
-  struct Common {
-    // `sender` begins a message.
-    void begin(int its_sender, bool goes_back) {
-      if (goes_back && sender >= 0 && sender != its_sender) cursor = start;
-      else start = cursor;
-      sender = its_sender;
-    }
-    std::size_t cursor = 0, start = 0;  // the latter of the message before
-    int sender = -1;
-  } common_;
+  Ring own_, common_;
   Deadline deadline_{};
   std::vector<const void*> inputs_;  // scratch: one pointer a rank
   std::vector<double> factors_, weights_;
   std::vector<void*> outputs_;
   int crowded_rounds_ = 0;     // waits on a core that has too many ranks
   std::uint64_t round_ = 0;    // of the swapped regions
-  bool has_ring_ = false, has_common_ = false, has_region_ = false;
+  bool has_region_ = false;
   Choices chosen_;
   std::uint64_t writes_ = 0; // into the memory of others, of all ranks in turn
   bool is_refused_ = false;  // a rank could not reach another's memory

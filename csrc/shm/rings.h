@@ -34,12 +34,13 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   const std::size_t block = is_whole_piece ? piece : stores_ == Stores::kStrings ? kString : kBlock;
   const std::uint64_t ahead = reads ? 0 : pieces - 1;
   const bool is_common = ranks_ == 2 && has_root(call.verb) && !take_turns();  // [Note: the common ring]
+  Ring& ring = is_common ? common_ : own_;
   struct Window {
     std::size_t offset, bytes, stride, place;
   };
   const auto take_window = [&](std::size_t offset) {
     const std::size_t bytes = std::min(piece, load.total - offset), stride = round_up(bytes, kLine);
-    return Window{offset, bytes, stride, take(load.parts * stride, is_common ? common_.cursor : cursor_)};
+    return Window{offset, bytes, stride, ring.take(load.parts * stride)};
   };
   const auto apply = [&](auto& function, const Window& window, std::size_t at) {
     if (at >= window.bytes) return;
@@ -48,10 +49,9 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
   };
   // Who starts a call fills all of its windows, if they take no more than a large one may, as which the others then count.
   if (call.step == Step::kStart && (load.parts * round_up(load.total, kLine) > at_.window_bytes || load.total > kMostStarted * piece)) return;
-  use_ring(is_common);
-  const std::size_t cursor = cursor_;
-  const Common common = common_;
-  if (is_common) common_.begin(reads ? 1 - rank_ : rank_, goes_back_);
+  populate(ring);
+  const Ring before = ring;
+  if (is_common) ring.begin(reads ? 1 - rank_ : rank_, goes_back_);
   if (call.step == Step::kStart) {
     for (std::size_t offset = 0, i = 0; offset < load.total; offset += piece, ++i) {
       const Window window = take_window(offset);
@@ -59,7 +59,7 @@ void Group::in_rings(const Call& call, const Load& load, Fill fill, Use use) {
       if (i == 0) publish_in_windows(call, load);
       publish_window(window_ + i);
     }
-    cursor_ = cursor, common_ = common;  // their places are taken when the call ends
+    ring = before;  // their places are taken when the call ends
     return;
   }
   const bool is_whole = call.step == Step::kWhole;
