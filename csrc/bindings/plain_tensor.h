@@ -123,6 +123,32 @@ class PlainTensors {
   const dlpack::ExchangeApi* api_;
 };
 
+inline bool do_overlap(const Flat& a, const Flat& b) {
+  const auto* a_start = static_cast<unsigned char*>(a.data);
+  const auto* b_start = static_cast<unsigned char*>(b.data);
+  return a_start < b_start + b.bytes() && b_start < a_start + a.bytes();
+}
+
+// Reads a tensor of `ranks` parts and one of a part, which is rank's own place in the other or not in it at all.
+inline bool read_whole_and_part(const PlainTensors& tensors, PyObject* whole_object, PyObject* part_object, int rank, int ranks, Flat& whole, Flat& part) {
+  if (!tensors.read(whole_object, whole) || !tensors.read(part_object, part)) return false;
+  if (whole.dtype != part.dtype || whole.numel != static_cast<std::size_t>(ranks) * part.numel) return false;
+  const auto* own = static_cast<unsigned char*>(whole.data) + static_cast<std::size_t>(rank) * part.bytes();
+  return part.data == own || !do_overlap(whole, part);
+}
+
+// Reads a rank of a group of `ranks`.
+inline bool read_rank(PyObject* object, int ranks, int& rank) {
+  if (!PyLong_Check(object)) return false;
+  const long read = PyLong_AsLong(object);
+  if (read < 0 || read >= ranks) {
+    PyErr_Clear();
+    return false;
+  }
+  rank = static_cast<int>(read);
+  return true;
+}
+
 // torch's own operators, at the places of ours; null where there are none. They live as long as torch does.
 inline PyObject* torch_operators[static_cast<int>(ReduceOp::kAvg) + 1] = {};
 

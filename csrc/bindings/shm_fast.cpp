@@ -82,16 +82,7 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return make(cut, call, flat.bytes(), args[0], nullptr, [data = flat.data](Group& group, const Call& its) { group.all_reduce(data, data, its); });
 }
 
-bool read_root(const Cut& cut, PyObject* object, int& root) {
-  if (!PyLong_Check(object)) return false;
-  const long rank = PyLong_AsLong(object);
-  if (rank < 0 || rank >= cut.group->ranks()) {
-    PyErr_Clear();
-    return false;
-  }
-  root = static_cast<int>(rank);
-  return true;
-}
+bool read_root(const Cut& cut, PyObject* object, int& root) { return read_rank(object, cut.group->ranks(), root); }
 
 template <bool starts>
 PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -118,16 +109,8 @@ PyObject* reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return make(cut, call, flat.bytes(), args[0], nullptr, [data = flat.data](Group& group, const Call& its) { group.reduce(data, data, its); });
 }
 
-bool do_overlap(const Flat& a, const Flat& b) {
-  const auto* a_start = static_cast<unsigned char*>(a.data);
-  const auto* b_start = static_cast<unsigned char*>(b.data);
-  return a_start < b_start + b.bytes() && b_start < a_start + a.bytes();
-}
-
-// `part` is this rank's own place in `whole`, or not in it at all.
-bool may_share(const Cut& cut, const Flat& whole, const Flat& part) {
-  const auto* own = static_cast<unsigned char*>(whole.data) + static_cast<std::size_t>(cut.group->rank()) * part.bytes();
-  return part.data == own || !do_overlap(whole, part);
+bool read_whole_and_part(const Cut& cut, PyObject* whole_object, PyObject* part_object, Flat& whole, Flat& part) {
+  return pycomm::read_whole_and_part(cut.tensors, whole_object, part_object, cut.group->rank(), cut.group->ranks(), whole, part);
 }
 
 // The memory of a list's tensors, which live as long as this does: another thread may change the list meanwhile.
@@ -223,9 +206,7 @@ PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   const Maker<starts> make(args, count);
   Flat output, input;
-  if (!make.is_well() || count != 2 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
-  const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-  if (output.dtype != input.dtype || output.numel != ranks * input.numel || !may_share(cut, output, input)) Py_RETURN_FALSE;
+  if (!make.is_well() || count != 2 || !read_whole_and_part(cut, args[0], args[1], output, input)) Py_RETURN_FALSE;
   Call call{Verb::kAllGather};
   call.dtype = input.dtype;
   call.numel = input.numel;
@@ -240,10 +221,8 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
   const Maker<starts> make(args, count);
   Flat output, input;
   Call call{Verb::kReduceScatter};
-  if (!make.is_well() || count < 2 || count > 3 || !cut.tensors.read(args[0], output) || !cut.tensors.read(args[1], input)) Py_RETURN_FALSE;
+  if (!make.is_well() || count < 2 || count > 3 || !read_whole_and_part(cut, args[1], args[0], input, output)) Py_RETURN_FALSE;
   if (!read_op(count > 2 ? args[2] : nullptr, input.dtype, call.op)) Py_RETURN_FALSE;
-  const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-  if (output.dtype != input.dtype || input.numel != ranks * output.numel || !may_share(cut, input, output)) Py_RETURN_FALSE;
   call.dtype = input.dtype;
   call.numel = output.numel;
   return make(cut, call, input.bytes(), args[0], args[1], [to = output.data, from = input.data, bytes = output.bytes()](Group& group, const Call& its) {

@@ -89,6 +89,7 @@ class Group(Observed):
 
     __slots__ = (
         "__weakref__",
+        "_by_frames",
         "_closers",
         "_compression",
         "_engine",
@@ -163,6 +164,7 @@ class Group(Observed):
         self._is_closed = False
         self._recorder = Recorder.of(self)
         self._turns = Turns(transport)
+        self._by_frames: dict[str, Callable[..., bool]] | None = None
         self._refresh_fast()
 
     # -- what it is -----------------------------------------------------------------------------------------------
@@ -421,7 +423,9 @@ class Group(Observed):
                     f"start_{verb}": offered.get(f"start_{verb}", not_now) for verb in SHORT_CUT_STARTS if verb in fast
                 }
             if not fast and not self._hooks:  # which are told of the algorithm
-                fast = short_cuts_by_frames(self, self._recorder)
+                if self._by_frames is None:
+                    self._by_frames = short_cuts_by_frames(self, self._recorder)
+                fast = dict(self._by_frames)
         if self._hooks:
             fast = {verb: observed(verb, each, self._tell, self.world_size) for verb, each in fast.items()}
         if is_free:
@@ -486,6 +490,7 @@ class Group(Observed):
         for child in self._subgroups.all:
             child._close(deadline)
         self._is_closed = True
+        self._by_frames = None  # which hold the group
         self._refresh_fast()
         is_idle = self._is_idle_by(deadline)
         if not is_idle:

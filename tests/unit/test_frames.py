@@ -16,6 +16,7 @@ from pycomm.algorithms._agreement import FRAMES, Agreement, fits_frames
 from pycomm.algorithms.executor import Collective
 from pycomm.errors import CollectiveMismatchError, PeerLostError
 from pycomm.transport._mpi_frames import Expected
+from pycomm.transport._wording import CODES
 from pycomm.transport.base import Request, Transport
 from pycomm.types import DTYPES, ReduceOp
 
@@ -119,9 +120,23 @@ def test_every_verb_by_frames(frame_bytes: int) -> None:
     on_all_ranks(frame_bytes, act)
 
 
+def test_what_a_root_alone_needs_is_sent_to_all_only_while_that_takes_no_time() -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        for numel in (2048, 2049):  # 16 KiB to two other ranks
+            t = torch.ones(numel)
+            assert fits_frames(transport, Collective(verb="gather", input=t)) == (numel == 2048)
+            assert fits_frames(transport, Collective(verb="all_gather_single", input=t))
+
+    on_all_ranks(1 << 16, act)
+
+
 def by_the_shortest_way(agreement: Agreement, t: torch.Tensor) -> None:
-    assert agreement.short_call.read(t, ReduceOp.SUM) == t.nbytes
-    agreement.reduce(is_framed=True, seq=0, timeout_s=None)
+    short(agreement, "all_reduce", t.nbytes, t, ReduceOp.SUM)
+
+
+def short(agreement: Agreement, verb: str, nbytes: int, *arguments: Any) -> None:
+    assert agreement.short_call.read(CODES[verb], *arguments) == nbytes
+    agreement.run_short(verb, is_framed=True, seq=0, timeout_s=None)
 
 
 def test_the_shortest_way_meets_the_other_one() -> None:
@@ -145,20 +160,78 @@ def test_the_shortest_way_meets_the_other_one() -> None:
     on_all_ranks(1024, act)
 
 
+def test_every_verb_of_the_shortest_way_meets_the_other_one() -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        def run(verb: str, nbytes: int, arguments: tuple[Any, ...], **others: Any) -> None:
+            if rank == others.pop("ordinary"):
+                agreement.run(Collective(verb=verb, **others), FRAMES, None)
+            else:
+                short(agreement, verb, nbytes, *arguments)
+
+        for ordinary in range(RANKS):
+            for root in range(RANKS):
+                t = mine(rank)
+                output = t if rank == root else None
+                run("reduce", 28, (t, root), input=t, output=output, op=ReduceOp.SUM, root=root, ordinary=ordinary)
+                assert torch.equal(t, TOTAL[:7] if rank == root else mine(rank))
+                t = mine(rank)
+                run("broadcast", 28, (t, root), input=t, output=t, root=root, ordinary=ordinary)
+                assert torch.equal(t, mine(root))
+            t, part = mine(rank, 21), torch.empty(7, dtype=torch.int32)
+            largest = torch.stack([mine(each, 21) for each in range(RANKS)]).amax(0)
+            arguments = (part, t, ReduceOp.MAX)
+            run("reduce_scatter_single", 84, arguments, input=t, output=part, op=ReduceOp.MAX, ordinary=ordinary)
+            assert torch.equal(part, largest[7 * rank : 7 * rank + 7]) and torch.equal(t, mine(rank, 21))
+            whole, part = torch.zeros(21, dtype=torch.int32), mine(rank)
+            own = whole[7 * rank : 7 * rank + 7]  # in place
+            for input_ in (part, own.copy_(part)):
+                run("all_gather_single", 28, (whole, input_), input=input_, output=whole, ordinary=ordinary)
+                assert torch.equal(whole, torch.cat([mine(each) for each in range(RANKS)]))
+            run("barrier", 0, (), ordinary=ordinary)
+
+    on_all_ranks(1024, act)
+
+
+def test_the_shortest_way_leaves_to_the_other_one_what_is_not_plain() -> None:
+    agreement = Agreement(Threads(SimpleNamespace(), 1, 1024))
+    t, part = torch.ones(6), torch.ones(2)
+    for verb, arguments in (
+        ("barrier", (t,)),
+        ("all_reduce", ()),
+        ("all_reduce", (t, ReduceOp.BXOR)),
+        ("all_reduce", (t, ReduceOp.SUM, None)),
+        ("all_reduce", (t[::2],)),
+        ("reduce", (t,)),
+        ("reduce", (t, RANKS)),
+        ("reduce", (t, -1, ReduceOp.SUM)),
+        ("broadcast", (t,)),
+        ("broadcast", (t, "0")),
+        ("broadcast", (torch.ones(0), 0)),
+        ("all_gather_single", (t, torch.ones(3))),
+        ("all_gather_single", (t, part.double())),
+        ("all_gather_single", (t, t[:2])),  # the place of another rank
+        ("reduce_scatter_single", (t, part)),
+        ("reduce_scatter_single", (t[3:5], t)),
+        ("reduce_scatter_single", (part, t, ReduceOp.PREMUL_SUM)),
+        ("gather", (part, None, 0)),
+    ):
+        assert agreement.short_call.read(CODES[verb], *arguments) == -1, (verb, arguments)
+
+
 def test_the_shortest_way_reduces_every_type_as_the_other_does() -> None:
     def act(rank: int, transport: Transport, agreement: Agreement) -> None:
         for dtype in DTYPES:
             if dtype.family == "bool":
                 continue
             torch_dtype = getattr(torch, dtype.name)
-            ordinary, short = ((torch.arange(9) + rank).to(torch.float32).to(torch_dtype) for _ in range(2))
+            ordinary, shortest = ((torch.arange(9) + rank).to(torch.float32).to(torch_dtype) for _ in range(2))
             call = Collective(verb="all_reduce", input=ordinary, output=ordinary, op=ReduceOp.SUM)
             agreement.run(call, FRAMES, None)
             if dtype.family == "complex":  # the operands of a view are not what its memory holds
-                assert agreement.short_call.read(short.conj(), ReduceOp.SUM) == 0
-                assert agreement.short_call.read(torch._neg_view(short), ReduceOp.SUM) == 0
-            by_the_shortest_way(agreement, short)
-            assert torch.equal(ordinary.view(torch.uint8), short.view(torch.uint8)), dtype.name
+                assert agreement.short_call.read(CODES["all_reduce"], shortest.conj(), ReduceOp.SUM) == -1
+                assert agreement.short_call.read(CODES["all_reduce"], torch._neg_view(shortest), ReduceOp.SUM) == -1
+            by_the_shortest_way(agreement, shortest)
+            assert torch.equal(ordinary.view(torch.uint8), shortest.view(torch.uint8)), dtype.name
 
     on_all_ranks(1024, act)
 
@@ -197,8 +270,6 @@ def test_frames_of_different_lengths_are_a_mismatch_and_the_ranks_go_on() -> Non
         t = torch.ones(900)
         by_the_shortest_way(agreement, t)
         assert (t == RANKS).all()
-        large = Collective(verb="gather", input=torch.ones(900), output=None)
-        assert not fits_frames(transport, large), "a root alone needs it"
 
     on_all_ranks(4096, act)
 
@@ -208,8 +279,8 @@ def test_what_is_done_meanwhile_is_done_once_the_ranks_of_the_host_agree() -> No
         done: list[str] = []
 
         def compare(numel: int, others: str) -> None:
-            assert agreement.short_call.read(torch.ones(numel), ReduceOp.SUM) == 4 * numel
-            agreement.reduce(False, 0, None, partial(done.append, others))
+            assert agreement.short_call.read(CODES["all_reduce"], torch.ones(numel), ReduceOp.SUM) == 4 * numel
+            agreement.run_short("all_reduce", False, 0, None, partial(done.append, others))
 
         compare(900, "all agree")
         for numel, others in ((800 if rank == 2 else 900, "the other host differs"), (800 + rank, "this one does")):
