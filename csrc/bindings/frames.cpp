@@ -19,6 +19,7 @@
 #include "../shm/group.h"
 #include "gil.h"
 #include "plain_tensor.h"
+#include "tensor_list.h"
 
 namespace py = pybind11;
 
@@ -61,19 +62,22 @@ class FrameCall {
     other_.number = static_cast<std::uint8_t>(other);
   }
 
-  // The call of a verb (as csrc/shm/group.h numbers them) with the user's own arguments: returns how many bytes a frame has to have
-  // room for, on every rank the same; -1, and nothing has happened, if the short cut cannot take them.
-  std::int64_t read(int verb, const py::args& args) {
+  // A call of `verb`, as csrc/shm/group.h numbers them, with the user's own arguments, lists of tensors if `has_lists`. Returns how
+  // many bytes its frames have to have room for, on every rank the same; -1, and nothing has happened, if that is more than `most` or the
+  // short cut cannot take the arguments.
+  std::int64_t read(int verb, bool has_lists, std::int64_t most, const py::args& args) {
     header_ = {};
     header_.verb = static_cast<std::uint8_t>(verb);
     header_.factor = 1.0;
-    input_ = output_ = {};
     verb_ = static_cast<Verb>(verb);
-    if (!read_arguments(args)) return -1;
-    const Flat& part = output_.bytes() < input_.bytes() ? output_ : input_;
-    header_.dtype = static_cast<std::uint8_t>(part.dtype);
-    header_.numel = static_cast<std::int64_t>(part.numel);
-    return static_cast<std::int64_t>(input_.bytes());
+    part_ = {};
+    is_list_ = has_lists;
+    const std::int64_t bytes = read_arguments(args) ? static_cast<std::int64_t>(blocks_sent() * part_.bytes()) : -1;
+    header_.dtype = static_cast<std::uint8_t>(part_.dtype);
+    header_.numel = static_cast<std::int64_t>(part_.numel);
+    if (bytes >= 0 && bytes <= most) return bytes;
+    list_.let_go();
+    return -1;
   }
 
   // The call begins, as the group's number `seq`: writes the board and the frame, and returns how much of that counts.
@@ -81,16 +85,16 @@ class FrameCall {
     const Way& way = is_framed ? framed_ : other_;
     if (log_) {
       const std::uint8_t flags = is_framed ? shm::kIsPlan : 0;
-      const auto numel = static_cast<std::uint64_t>(header_.numel);
-      const std::size_t bytes = std::max(input_.bytes(), output_.bytes());
-      log_->begin({header_.verb, header_.op, header_.dtype, flags, way.number, header_.root, numel, bytes}, seq, log_->ticks());
+      const std::size_t bytes = (has_parts() ? static_cast<std::size_t>(ranks_) : 1) * part_.bytes();
+      log_->begin({header_.verb, header_.op, header_.dtype, flags, way.number, header_.root, part_.numel, bytes}, seq, log_->ticks());
     }
     std::memcpy(header_.algorithm, way.name, sizeof way.name);
     std::memcpy(frame_, &header_, sizeof header_);
-    const bool is_silent = !is_framed || (verb_ == Verb::kBroadcast && header_.root != rank_);
-    const std::size_t sent = is_silent ? 0 : input_.bytes();
-    if (sent > 0) std::memcpy(frame_ + kPayloadAt, input_.data, sent);
-    return kPayloadAt + sent;
+    const bool is_silent = !is_framed || ((verb_ == Verb::kBroadcast || verb_ == Verb::kScatter) && header_.root != rank_);
+    const std::size_t sent = is_silent ? 0 : blocks_sent();
+    unsigned char* to = frame_ + kPayloadAt;
+    for (std::size_t i = 0; i < sent && part_.numel > 0; ++i, to += part_.bytes()) std::memcpy(to, input_(i), part_.bytes());
+    return static_cast<std::size_t>(to - frame_);
   }
 
   // Where all ranks' frames lie, in rank order, once they have been swapped.
@@ -106,25 +110,26 @@ class FrameCall {
     return true;
   }
 
-  // Makes the result of all ranks' payloads, in rank order, in the user's tensor.
+  // Makes the result of all ranks' payloads, in rank order, in the user's tensors.
   void finish() {
+    const auto root = static_cast<std::size_t>(header_.root), mine = static_cast<std::size_t>(rank_);
+    const bool is_root = root == mine;
     switch (verb_) {
-      case Verb::kReduce:
-        if (header_.root != rank_) return;
-        [[fallthrough]];
       case Verb::kAllReduce: return reduce(0);
-      case Verb::kReduceScatter: return reduce(static_cast<std::size_t>(rank_) * output_.bytes());
-      case Verb::kBroadcast:
-        if (header_.root != rank_) std::memcpy(output_.data, payload(static_cast<std::size_t>(header_.root)), output_.bytes());
-        return;
+      case Verb::kReduce: return is_root ? reduce(0) : void();
+      case Verb::kReduceScatter: return reduce(mine * part_.bytes());
+      case Verb::kBroadcast: return is_root ? void() : take(0, payload(root));
+      case Verb::kScatter: return take(0, payload(root) + mine * part_.bytes());
       case Verb::kAllGather:
-        for (std::size_t r = 0; r < headers_.size(); ++r) std::memcpy(static_cast<unsigned char*>(output_.data) + r * input_.bytes(), payload(r), input_.bytes());
+      case Verb::kGather:
+        for (std::size_t r = 0; r < headers_.size() && (is_root || verb_ == Verb::kAllGather); ++r) take(r, payload(r));
         return;
       default: return;  // a barrier
     }
   }
 
   void end(bool has_failed) {
+    list_.let_go();
     if (!log_) return;
     if (has_failed) log_->fail();
     log_->end();
@@ -136,33 +141,66 @@ class FrameCall {
   static unsigned char* pointer(std::uintptr_t address) { return reinterpret_cast<unsigned char*>(address); }
   const unsigned char* payload(std::size_t rank) const { return headers_[rank] + kPayloadAt; }
 
+  bool has_parts() const { return verb_ != Verb::kAllReduce && verb_ != Verb::kReduce && verb_ != Verb::kBroadcast; }  // of a whole
+  std::size_t blocks_sent() const { return verb_ == Verb::kReduceScatter || verb_ == Verb::kScatter ? static_cast<std::size_t>(ranks_) : 1; }
+
   bool read_arguments(const py::args& args) {
     const std::size_t count = args.size();
     const auto arg = [&](std::size_t i) { return PyTuple_GET_ITEM(args.ptr(), static_cast<Py_ssize_t>(i)); };
-    const auto in_place = [&] { return tensors_.read(arg(0), input_) && (output_ = input_, true); };
     const auto op_at = [&](std::size_t i) {
       ReduceOp op;
-      if (count > i + 1 || !read_op(count > i ? arg(i) : nullptr, input_.dtype, op)) return false;
+      if (count > i + 1 || !read_op(count > i ? arg(i) : nullptr, part_.dtype, op)) return false;
       header_.op = static_cast<std::uint8_t>(op);
       return true;
     };
+    const auto root_at = [&](std::size_t i) { return count > i && read_rank(arg(i), ranks_, header_.root); };
     switch (verb_) {
       case Verb::kBarrier: return count == 0;
-      case Verb::kAllReduce: return count >= 1 && in_place() && op_at(1);
-      case Verb::kReduce: return count >= 2 && in_place() && read_rank(arg(1), ranks_, header_.root) && op_at(2);
-      case Verb::kBroadcast: return count == 2 && in_place() && read_rank(arg(1), ranks_, header_.root);
-      case Verb::kAllGather: return count == 2 && read_whole_and_part(tensors_, arg(0), arg(1), rank_, ranks_, output_, input_);
-      case Verb::kReduceScatter: return count >= 2 && read_whole_and_part(tensors_, arg(1), arg(0), rank_, ranks_, input_, output_) && op_at(2);
+      case Verb::kAllReduce: return count >= 1 && read_in_place(arg(0)) && op_at(1);
+      case Verb::kReduce: return count >= 2 && read_in_place(arg(0)) && root_at(1) && op_at(2);
+      case Verb::kBroadcast: return count == 2 && read_in_place(arg(0)) && root_at(1);
+      case Verb::kAllGather: return count == 2 && read_blocks(arg(0), arg(1), /*are_written=*/true);
+      case Verb::kReduceScatter: return count >= 2 && read_blocks(arg(1), arg(0), /*are_written=*/false) && op_at(2);
+      case Verb::kGather:
+      case Verb::kScatter: {
+        if (count < 1 || count > 3 || (count > 2 && !root_at(2))) return false;
+        PyObject* const given = count > 1 ? arg(1) : Py_None;
+        if (header_.root == rank_) return read_blocks(given, arg(0), verb_ == Verb::kGather);
+        return given == Py_None && read_in_place(arg(0));
+      }
       default: return false;
     }
   }
+
+  bool read_in_place(PyObject* object) {
+    if (!tensors_.read(object, part_)) return false;
+    input_ = output_ = shm::Blocks(part_.data, 0);
+    return true;
+  }
+
+  // A part, and blocks of which there is one a rank: in one tensor, or in a list. The part may be its own rank's block.
+  bool read_blocks(PyObject* blocks, PyObject* part, bool are_written) {
+    Flat whole;
+    if (is_list_) {
+      if (!tensors_.read(part, part_) || !list_.read(tensors_, ranks_, blocks, part_) || !list_.are_apart_from(part_, rank_)) return false;
+      if (are_written && !list_.are_apart()) return false;
+    } else if (!read_whole_and_part(tensors_, blocks, part, rank_, ranks_, whole, part_)) {
+      return false;
+    }
+    const shm::Blocks all = is_list_ ? shm::Blocks(list_.data()) : shm::Blocks(whole.data, part_.bytes()), one(part_.data, 0);
+    input_ = are_written ? one : all;
+    output_ = are_written ? all : one;
+    return true;
+  }
+
+  void take(std::size_t r, const unsigned char* from) { std::memcpy(output_(r), from, part_.bytes()); }
 
   // What lies `start` bytes into the payloads, into the output.
   void reduce(std::size_t start) {
     for (std::size_t r = 0; r < headers_.size(); ++r) payloads_[r] = payload(r) + start;
     std::optional<WithoutGil> released;
-    if (output_.bytes() >= kUnlockedBytes) released.emplace();
-    pycomm::reduce(output_.data, payloads_.data(), static_cast<int>(payloads_.size()), output_.numel, output_.dtype, static_cast<ReduceOp>(header_.op), nullptr,
+    if (part_.bytes() >= kUnlockedBytes) released.emplace();
+    pycomm::reduce(output_(0), payloads_.data(), static_cast<int>(payloads_.size()), part_.numel, part_.dtype, static_cast<ReduceOp>(header_.op), nullptr,
                    false);
   }
 
@@ -172,7 +210,10 @@ class FrameCall {
   std::shared_ptr<shm::Log> log_;
   Way framed_, other_;
   Verb verb_ = Verb::kBarrier;
-  Flat input_{}, output_{};  // one, where the call is in place
+  bool is_list_ = false;
+  Flat part_{};                                    // a part of one rank; the whole tensor, where there is no other
+  shm::Blocks input_{nullptr, 0}, output_{nullptr, 0};  // one, or one a rank, each as long as the part
+  TensorList list_;
   Header header_{};
   std::vector<const unsigned char*> headers_;
   std::vector<const void*> payloads_;

@@ -12,6 +12,7 @@
 #include "plain_tensor.h"
 #include "shm_errors.h"
 #include "shm_messages.h"
+#include "tensor_list.h"
 
 namespace pycomm {
 namespace {
@@ -113,63 +114,18 @@ bool read_whole_and_part(const Cut& cut, PyObject* whole_object, PyObject* part_
   return pycomm::read_whole_and_part(cut.tensors, whole_object, part_object, cut.group->rank(), cut.group->ranks(), whole, part);
 }
 
-// The memory of a list's tensors, which live as long as this does: another thread may change the list meanwhile.
-class List {
- public:
-  // Of one tensor a rank, each like `first`.
-  bool read(const Cut& cut, PyObject* object, const Flat& first) {
-    if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
-    tensors_ = pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(object));
-    if (!tensors_) PyErr_Clear();
-    const auto ranks = static_cast<std::size_t>(cut.group->ranks());
-    if (!tensors_ || static_cast<std::size_t>(PyTuple_GET_SIZE(tensors_.ptr())) != ranks) return false;
-    flats_.resize(ranks);
-    data_.resize(ranks);
-    for (std::size_t r = 0; r < ranks; ++r) {
-      Flat& flat = flats_[r];
-      if (!cut.tensors.read(PyTuple_GET_ITEM(tensors_.ptr(), static_cast<Py_ssize_t>(r)), flat) || flat.dtype != first.dtype || flat.numel != first.numel)
-        return false;
-      data_[r] = flat.data;
-    }
-    return true;
-  }
-  bool are_apart() const {
-    for (std::size_t r = 0; r < flats_.size(); ++r)
-      for (std::size_t before = 0; before < r; ++before)
-        if (do_overlap(flats_[r], flats_[before])) return false;
-    return true;
-  }
-  // None of the tensors is in `flat`, but that of rank `rank`, which may be all of it.
-  bool are_apart_from(const Flat& flat, int rank = -1) const {
-    for (std::size_t r = 0; r < flats_.size(); ++r)
-      if (do_overlap(flats_[r], flat) && (static_cast<int>(r) != rank || flats_[r].data != flat.data)) return false;
-    return true;
-  }
-  bool are_apart_from(const List& other) const {
-    for (const Flat& flat : other.flats_)
-      if (!are_apart_from(flat)) return false;
-    return true;
-  }
-  void* const* data() const { return data_.data(); }
-
- private:
-  std::vector<Flat> flats_;
-  std::vector<void*> data_;
-  pybind11::object tensors_;
-};
-
 // gather and scatter: a tensor, on the root a list, and the root, rank 0 if none is named. `move(group, own, blocks, call)` runs it.
 template <class Move>
 PyObject* run_rooted(Verb verb, PyObject* self, PyObject* const* args, Py_ssize_t count, Move move) {
   const Cut& cut = cut_of(self);
   Flat own;
   Call call{verb};
-  List list;
+  TensorList list;
   if (count < 1 || count > 3 || !cut.tensors.read(args[0], own)) Py_RETURN_FALSE;
   if (count > 2 && !read_root(cut, args[2], call.root)) Py_RETURN_FALSE;
   PyObject* const given = count > 1 ? args[1] : Py_None;
   const bool is_root = cut.group->rank() == call.root;
-  if (is_root ? !list.read(cut, given, own) || !list.are_apart_from(own, call.root) : given != Py_None) Py_RETURN_FALSE;
+  if (is_root ? !list.read(cut.tensors, cut.group->ranks(), given, own) || !list.are_apart_from(own, call.root) : given != Py_None) Py_RETURN_FALSE;
   if (verb == Verb::kGather && !list.are_apart()) Py_RETURN_FALSE;
   call.dtype = own.dtype;
   call.numel = own.numel;
@@ -235,8 +191,8 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t count
 PyObject* all_gather_list(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat own;
-  List list;
-  if (count != 2 || !cut.tensors.read(args[1], own) || !list.read(cut, args[0], own)) Py_RETURN_FALSE;
+  TensorList list;
+  if (count != 2 || !cut.tensors.read(args[1], own) || !list.read(cut.tensors, cut.group->ranks(), args[0], own)) Py_RETURN_FALSE;
   if (!list.are_apart_from(own, cut.group->rank()) || !list.are_apart()) Py_RETURN_FALSE;
   Call call{Verb::kAllGather};
   call.dtype = own.dtype;
@@ -247,9 +203,9 @@ PyObject* all_gather_list(PyObject* self, PyObject* const* args, Py_ssize_t coun
 PyObject* reduce_scatter_list(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat own;
-  List list;
+  TensorList list;
   Call call{Verb::kReduceScatter};
-  if (count < 2 || count > 3 || !cut.tensors.read(args[0], own) || !list.read(cut, args[1], own)) Py_RETURN_FALSE;
+  if (count < 2 || count > 3 || !cut.tensors.read(args[0], own) || !list.read(cut.tensors, cut.group->ranks(), args[1], own)) Py_RETURN_FALSE;
   if (!read_op(count > 2 ? args[2] : nullptr, own.dtype, call.op) || !list.are_apart_from(own, cut.group->rank())) Py_RETURN_FALSE;
   call.dtype = own.dtype;
   call.numel = own.numel;
@@ -259,9 +215,9 @@ PyObject* reduce_scatter_list(PyObject* self, PyObject* const* args, Py_ssize_t 
 PyObject* all_to_all_list(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Cut& cut = cut_of(self);
   Flat first;
-  List outputs, inputs;
+  TensorList outputs, inputs;
   if (count != 2 || !PyList_CheckExact(args[1]) || PyList_GET_SIZE(args[1]) == 0 || !cut.tensors.read(PyList_GET_ITEM(args[1], 0), first)) Py_RETURN_FALSE;
-  if (!outputs.read(cut, args[0], first) || !inputs.read(cut, args[1], first)) Py_RETURN_FALSE;
+  if (!outputs.read(cut.tensors, cut.group->ranks(), args[0], first) || !inputs.read(cut.tensors, cut.group->ranks(), args[1], first)) Py_RETURN_FALSE;
   if (!outputs.are_apart() || !outputs.are_apart_from(inputs)) Py_RETURN_FALSE;
   const auto ranks = static_cast<std::size_t>(cut.group->ranks());
   const std::vector<std::size_t> splits(ranks, first.numel);

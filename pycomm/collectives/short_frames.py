@@ -18,6 +18,7 @@ import torch
 from ..errors import PycommError
 from ..transport._wording import CODES
 from ..types import ReduceOp
+from .hooks import as_chosen
 from .tensors import operator_of
 
 if TYPE_CHECKING:
@@ -27,13 +28,25 @@ if TYPE_CHECKING:
 __all__ = ["short_cuts_by_frames"]
 
 
-# What is served by frames alone. Lists, gather and scatter take the ordinary path.
-_FRAMED = ("broadcast", "reduce", "all_gather_single", "reduce_scatter_single", "barrier")
+# What is served by frames alone, but for all_to_all, whose ranks compare more than a header.
+_FRAMED = (
+    "all_gather",
+    "all_gather_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+)
+_WITH_LISTS = ("all_gather", "gather", "reduce_scatter", "scatter")
+_ANY_LENGTH = 1 << 62
 
 
 def short_cuts_by_frames(group: Group, recorder: Recorder | None) -> dict[str, Callable[..., bool]]:
     """Returns the short cuts of a group, by verb; none where its calls do not go by frames."""
-    room = {verb: _room(group, verb) for verb in ("all_reduce", *_FRAMED)}
+    room = {verb: _room(group, as_chosen(verb)) for verb in ("all_reduce", *_FRAMED)}
     if set(group.transport.devices) != {"cpu"}:  # a barrier is for all of them
         room["barrier"] = 0
     call = group.engine.agreement.short_call if any(room.values()) else None
@@ -55,20 +68,21 @@ def _room(group: Group, verb: str) -> int:
 
 
 def _framed(group: Group, recorder: Recorder | None, verb: str, room: int, call: Any) -> Callable[..., bool]:
-    agreement, turn, code = group.engine.agreement, group.turn(verb), CODES[verb]
+    agreement, turn = group.engine.agreement, group.turn(verb)
+    carried, has_lists = as_chosen(verb), verb in _WITH_LISTS
+    code = CODES[carried]
 
     def framed(*arguments: Any) -> bool:
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # tensors made here would be of it, and other threads may have to write them
+        # Tensors made here would be of the inference mode, and other threads may have to write them.
+        if torch.is_inference_mode_enabled():
             return False
         with turn:
-            if not 0 <= call.read(code, *arguments) <= room:
+            if call.read(code, has_lists, room, *arguments) < 0:
                 return False
             is_done = False
             turn.begin()
             try:
-                agreement.run_short(verb, True, 0 if recorder is None else recorder.next_seq(), group.timeout_s)
+                agreement.run_short(carried, True, 0 if recorder is None else recorder.next_seq(), group.timeout_s)
                 is_done = True
             finally:
                 call.end(not is_done)
@@ -88,11 +102,10 @@ def _all_reduce(group: Group, recorder: Recorder | None, room: int, call: Any) -
     def all_reduce(tensor: Any = None, op: Any = ReduceOp.SUM, *others: Any) -> bool:
         if type(op) is not ReduceOp:
             op = operator_of(op)
-        # Tensors made here would be of the inference mode, and other threads may have to write them.
         if others or op is None or torch.is_inference_mode_enabled():
             return False
         with turn:
-            nbytes = call.read(code, tensor, op)
+            nbytes = call.read(code, False, _ANY_LENGTH, tensor, op)
             is_framed = nbytes <= room
             if nbytes < 0 or not (is_framed or can_be_native(tensor, op, nbytes)):
                 return False

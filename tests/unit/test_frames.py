@@ -135,7 +135,9 @@ def by_the_shortest_way(agreement: Agreement, t: torch.Tensor) -> None:
 
 
 def short(agreement: Agreement, verb: str, nbytes: int, *arguments: Any) -> None:
-    assert agreement.short_call.read(CODES[verb], *arguments) == nbytes
+    has_lists = any(isinstance(each, list) for each in arguments) or verb in ("gather", "scatter")
+    assert agreement.short_call.read(CODES[verb], has_lists, nbytes - 1, *arguments) == -1
+    assert agreement.short_call.read(CODES[verb], has_lists, nbytes, *arguments) == nbytes
     agreement.run_short(verb, is_framed=True, seq=0, timeout_s=None)
 
 
@@ -187,7 +189,29 @@ def test_every_verb_of_the_shortest_way_meets_the_other_one() -> None:
             for input_ in (part, own.copy_(part)):
                 run("all_gather_single", 28, (whole, input_), input=input_, output=whole, ordinary=ordinary)
                 assert torch.equal(whole, torch.cat([mine(each) for each in range(RANKS)]))
+                each = [torch.zeros(7, dtype=torch.int32) for _ in range(RANKS)]
+                run("all_gather_single", 28, (each, input_), input=input_, output=whole, ordinary=ordinary)
+                gathered = whole if rank == ordinary else torch.cat(each)
+                assert torch.equal(gathered, torch.cat([mine(each) for each in range(RANKS)]))
+            parts = list(t.view(RANKS, 7))
+            arguments = (parts[rank], parts, ReduceOp.MAX)  # in place
+            out = torch.empty(7, dtype=torch.int32) if rank == ordinary else parts[rank]
+            run("reduce_scatter_single", 84, arguments, input=t, output=out, op=ReduceOp.MAX, ordinary=ordinary)
+            assert torch.equal(out, largest[7 * rank : 7 * rank + 7])
             run("barrier", 0, (), ordinary=ordinary)
+            for root in range(RANKS):
+                part, whole, is_root = mine(rank), torch.zeros(21, dtype=torch.int32), rank == root
+                each = list(whole.view(RANKS, 7))
+                arguments = (part, each if is_root else None, root)
+                run(
+                    "gather", 28, arguments, input=part, output=whole if is_root else None, root=root, ordinary=ordinary
+                )
+                gathered = torch.cat([mine(each) for each in range(RANKS)])
+                assert torch.equal(whole, gathered if is_root else torch.zeros(21, dtype=torch.int32))
+                t, part = mine(rank, 21), torch.empty(7, dtype=torch.int32)
+                arguments = (part, list(t.view(RANKS, 7)) if is_root else None, root)
+                run("scatter", 84, arguments, input=t if is_root else None, output=part, root=root, ordinary=ordinary)
+                assert torch.equal(part, mine(root, 21)[7 * rank : 7 * rank + 7])
 
     on_all_ranks(1024, act)
 
@@ -213,9 +237,21 @@ def test_the_shortest_way_leaves_to_the_other_one_what_is_not_plain() -> None:
         ("reduce_scatter_single", (t, part)),
         ("reduce_scatter_single", (t[3:5], t)),
         ("reduce_scatter_single", (part, t, ReduceOp.PREMUL_SUM)),
-        ("gather", (part, None, 0)),
+        ("gather", (part, [part] * RANKS, 0)),  # a list, and not of the root
+        ("gather", (part, None, 1)),
+        ("gather", (part, [part.clone()] * RANKS, 1)),
+        ("gather", (part, [part.clone() for _ in range(RANKS - 1)], 1)),
+        ("gather", (part, None, RANKS)),
+        ("scatter", (part, None, 1)),
+        ("scatter", (part, [part.clone(), part.clone(), torch.ones(3)], 1)),
+        ("scatter", (part, [part, part.clone(), part.clone()], 1)),  # written before it is read
+        ("all_gather_single", ([part.clone() for _ in range(RANKS)], part, None)),
+        ("all_gather_single", ([part.clone().double() for _ in range(RANKS)], part)),
+        ("reduce_scatter_single", (part, [part] * RANKS)),
+        ("all_to_all_single", (t, t.clone())),
     ):
-        assert agreement.short_call.read(CODES[verb], *arguments) == -1, (verb, arguments)
+        has_lists = any(isinstance(each, list) for each in arguments) or verb in ("gather", "scatter")
+        assert agreement.short_call.read(CODES[verb], has_lists, 4096, *arguments) == -1, (verb, arguments)
 
 
 def test_the_shortest_way_reduces_every_type_as_the_other_does() -> None:
@@ -228,8 +264,11 @@ def test_the_shortest_way_reduces_every_type_as_the_other_does() -> None:
             call = Collective(verb="all_reduce", input=ordinary, output=ordinary, op=ReduceOp.SUM)
             agreement.run(call, FRAMES, None)
             if dtype.family == "complex":  # the operands of a view are not what its memory holds
-                assert agreement.short_call.read(CODES["all_reduce"], shortest.conj(), ReduceOp.SUM) == -1
-                assert agreement.short_call.read(CODES["all_reduce"], torch._neg_view(shortest), ReduceOp.SUM) == -1
+                assert agreement.short_call.read(CODES["all_reduce"], False, 4096, shortest.conj(), ReduceOp.SUM) == -1
+                assert (
+                    agreement.short_call.read(CODES["all_reduce"], False, 4096, torch._neg_view(shortest), ReduceOp.SUM)
+                    == -1
+                )
             by_the_shortest_way(agreement, shortest)
             assert torch.equal(ordinary.view(torch.uint8), shortest.view(torch.uint8)), dtype.name
 
@@ -279,7 +318,10 @@ def test_what_is_done_meanwhile_is_done_once_the_ranks_of_the_host_agree() -> No
         done: list[str] = []
 
         def compare(numel: int, others: str) -> None:
-            assert agreement.short_call.read(CODES["all_reduce"], torch.ones(numel), ReduceOp.SUM) == 4 * numel
+            assert (
+                agreement.short_call.read(CODES["all_reduce"], False, 4096, torch.ones(numel), ReduceOp.SUM)
+                == 4 * numel
+            )
             agreement.run_short("all_reduce", False, 0, None, partial(done.append, others))
 
         compare(900, "all agree")
