@@ -10,7 +10,8 @@ one small exchange beside a large one.
 
 How long a frame is, ``Transport.frame_bytes``, says the transport. Of a call that sends every rank more than it needs
 (a part of it would do) at most 16 KiB to all other ranks together go so: a link of 1 Gbit/s carries them in 0.13 ms,
-about what the exchange alone takes there; or 960 bytes to each.
+about what the exchange alone takes there; or 960 bytes to each. Of an all_to_all no rank knows how much the others
+send. So who sends little lets it travel along, and says so; if all did, that was all.
 
 A transport that compares calls in its own collectives (shared memory) takes this way only for plans and new groups.
 """
@@ -43,7 +44,7 @@ FRAMES = "frames"  # the name of the algorithm that is this exchange alone
 # verb, op, dtype, unused, root, numel, algorithm; then, not compared, this rank's factor. The payload begins on the
 # next cache line, so it is aligned for every dtype.
 _HEADER = struct.Struct("<BBBxiq16sd")
-_NAME_BYTES = 16
+_NAME_BYTES, _NUMBER_BYTES = 16, 8
 _PAYLOAD_AT = FRAME_HEADER_BYTES
 _SMALL_BYTES, _SMALL_IN_ALL = 960, 16 << 10
 _WHOLE = frozenset({"all_reduce", "broadcast", "all_gather_single"})  # every rank gets all of every payload
@@ -100,28 +101,34 @@ class Agreement:
         self._looked_at: Sequence[torch.Tensor] | None = None  # by the short call
 
     def run(
-        self, call: Collective, algorithm: str, timeout_s: float | None, meanwhile: Meanwhile | None = None
-    ) -> None:
-        """Raises CollectiveMismatchError, on every rank, unless all make this call; if by FRAMES, completes it.
+        self,
+        call: Collective,
+        algorithm: str,
+        timeout_s: float | None,
+        meanwhile: Meanwhile | None = None,
+        may_carry: bool = False,
+    ) -> bool:
+        """Raises CollectiveMismatchError, on every rank, unless all make this call; says whether it is complete.
 
-        Does nothing where the transport compares calls itself, or cannot. ``meanwhile`` is called, where the transport
-        allows it, once this host's ranks are known to agree, while the frames of others travel.
+        That it is by FRAMES, and an all_to_all that all ranks ``may_carry`` so, if none sends much. Does nothing where
+        the transport compares calls itself, or cannot. ``meanwhile`` is called, where the transport allows it, once
+        this host's ranks are known to agree, while the frames of others travel.
         """
         transport = self._transport
         is_native = transport.compares_calls and algorithm == "native"
         if is_native or not transport.can_agree("cpu" if call.verb == "barrier" else _any_tensor(call).device.type):
-            return
+            return False
         op = 0 if call.op is None else int(call.op)
         header = _header(call.verb, op, _code_of(call.dtype), call.root, _numel(call), algorithm, call.factor)
         if call.verb == "all_to_all_single":
-            self._agree_on_splits(call, header, timeout_s, meanwhile)
-            return
+            return self._agree_on_splits(call, header, timeout_s, meanwhile, may_carry)
         is_silent = call.verb in ("broadcast", "scatter") and transport.rank != call.root
         sent = None if algorithm != FRAMES or is_silent else call.input
-        address, nbytes = (0, 0) if sent is None else (sent.data_ptr(), sent.nbytes)
-        swapped = self._swap(header, address, nbytes, call.verb, timeout_s, meanwhile)
+        payload = [] if sent is None else [(sent.data_ptr(), sent.nbytes)]
+        swapped = self._swap(header, payload, call.verb, timeout_s, meanwhile)
         if algorithm == FRAMES:
             self._finish(call, swapped)
+        return algorithm == FRAMES
 
     @cached_property
     def short_call(self) -> Any:
@@ -166,7 +173,7 @@ class Agreement:
             return
         listed = [_OUTSIDE] if ranks is None else [len(ranks), *ranks]
         listed += [_OUTSIDE] * (transport.world_size + 1 - len(listed))
-        table = self._swap_numbers(_header(verb, 0, 0, 0, 0, "", 0.0), listed, verb, timeout_s)
+        table, _ = self._swap_numbers(_header(verb, 0, 0, 0, 0, "", 0.0), listed, verb, timeout_s)
         lists = [None if row[0] == _OUTSIDE else list(row[1 : 1 + row[0]]) for row in table]
         # A rank may also pass a list that it is not in: torch wants every rank to name the members.
         if any(lists[rank] != members for members in lists if members is not None for rank in members):
@@ -175,53 +182,83 @@ class Agreement:
             raise wording.mismatch(transport.place(verb), rows)
 
     def _agree_on_splits(
-        self, call: Collective, header: bytes, timeout_s: float | None, meanwhile: Meanwhile | None
-    ) -> None:
-        """Compares what each rank sends to each other one with what that one expects; every rank sees all of it."""
-        n = self._transport.world_size
-        table = self._swap_numbers(header, [*call.input_splits, *call.output_splits], call.verb, timeout_s, meanwhile)
+        self,
+        call: Collective,
+        header: bytes,
+        timeout_s: float | None,
+        meanwhile: Meanwhile | None,
+        may_carry: bool,
+    ) -> bool:
+        """Compares what each rank sends to each other one with what that one expects; every rank sees all of it.
+
+        Says whether the frames had all of it with them.
+        """
+        n, me = self._transport.world_size, self._transport.rank
+        assert call.input is not None and call.output is not None
+        payload_at = _PAYLOAD_AT + (1 + 2 * n) * _NUMBER_BYTES
+        room = min(room_for(self._transport, call.verb), self._bytes - payload_at)
+        carries = may_carry and call.input.is_cpu and call.output.is_cpu and call.input.nbytes <= room
+        numbers = [carries, *call.input_splits, *call.output_splits]
+        sent = (call.input.data_ptr(), call.input.nbytes) if carries else (0, 0)
+        table, frames = self._swap_numbers(header, numbers, call.verb, timeout_s, meanwhile, sent)
         for source in range(n):
             for target in range(n):
-                sent, expected = table[source][target], table[target][n + source]
-                if sent != expected:
-                    raise wording.splits_differ(self._transport.place(call.verb), source, target, sent, expected)
+                sends, expects = table[source][1 + target], table[target][1 + n + source]
+                if sends != expects:
+                    raise wording.splits_differ(self._transport.place(call.verb), source, target, sends, expects)
+        if not all(row[0] for row in table):
+            return False
+        item, output = call.output.itemsize, call.output.data_ptr()
+        for frame, row in zip(frames, table, strict=True):
+            start, nbytes = sum(row[1 : 1 + me]) * item, row[1 + me] * item
+            memmove(output, frame + payload_at + start, nbytes)
+            output += nbytes
+        return True
 
     def _swap_numbers(
         self,
         header: bytes,
-        numbers: list[int],
+        numbers: Sequence[int],
         verb: str,
         timeout_s: float | None,
         meanwhile: Meanwhile | None = None,
-    ) -> list[tuple[int, ...]]:
-        """Returns every rank's ``numbers``, equally many on all ranks that make this call, and compares headers."""
+        sent: tuple[int, int] = (0, 0),
+    ) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Returns every rank's ``numbers``, equally many on all ranks that make this call, and compares headers.
+
+        Also where all ranks' frames lie, which have behind the numbers what is ``sent``, an address and so many bytes.
+        """
         packed = struct.pack(f"{len(numbers)}q", *numbers)
         if len(packed) <= self._bytes - _PAYLOAD_AT:
-            swapped = self._swap(header, packed, len(packed), verb, timeout_s, meanwhile)
-            return [struct.unpack_from(f"{len(numbers)}q", row, _PAYLOAD_AT) for row in swapped.rows]
+            swapped = self._swap(header, [(packed, len(packed)), sent], verb, timeout_s, meanwhile)
+            table = [struct.unpack_from(f"{len(numbers)}q", row, _PAYLOAD_AT) for row in swapped.rows]
+            return table, swapped.addresses
         # So many ranks are rare: their numbers go by themselves.
-        self._swap(header, 0, 0, verb, timeout_s, meanwhile)
+        self._swap(header, [], verb, timeout_s, meanwhile)
         frame = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        return [tuple(row) for row in self._transport.exchange(frame, verb, timeout_s).view(torch.int64).tolist()]
+        told = self._transport.exchange(frame, verb, timeout_s).view(torch.int64).tolist()
+        return [tuple(row) for row in told], []
 
     def _swap(
         self,
         header: bytes,
-        source: int | bytes,
-        nbytes: int,
+        payload: Sequence[tuple[int | bytes, int]],
         verb: str,
         timeout_s: float | None,
         meanwhile: Meanwhile | None = None,
     ) -> _Swapped:
-        """Swaps frames; this rank's has ``nbytes`` of ``source`` (its address, or bytes). Compares headers."""
+        """Swaps frames; this rank's ``payload`` is bytes, or addresses, and how many each. Compares headers."""
         transport = self._transport
         count_call(transport, verb)
         transport.check_whole(verb)
         self._raw[:_PAYLOAD_AT] = header
-        if nbytes:
-            memmove(self._payload, source, nbytes)  # a copy by torch takes about four times as long
+        end = self._payload
+        for source, nbytes in payload:
+            memmove(end, source, nbytes)  # a copy by torch takes about four times as long
+            end += nbytes
         on_host = self._on_host(meanwhile)
-        swapped = self._look_up(transport.exchange_frames(self._frame, _PAYLOAD_AT + nbytes, verb, timeout_s, on_host))
+        frames = transport.exchange_frames(self._frame, end - self._payload + _PAYLOAD_AT, verb, timeout_s, on_host)
+        swapped = self._look_up(frames)
         mine = header[:FRAME_COMPARED_BYTES]
         for other in swapped.compared:
             if other != mine:

@@ -36,20 +36,23 @@ class Engine:
         things. ``timeout_s`` None means the transport's own. ``is_agreed``: the ranks have compared what
         this call follows from already.
         """
-        agree: Callable[[Meanwhile | None], None] = partial(self.agreement.run, call, choice.name, timeout_s)
+        may_carry = choice.rule is not None and choice.rule.source == "default"
+        agree: Callable[[Meanwhile | None], bool] = partial(
+            self.agreement.run, call, choice.name, timeout_s, may_carry=may_carry
+        )
         if is_agreed and choice.name != FRAMES:
             agree = self._count_call
         if choice.name == FRAMES:
             agree(None)
         elif choice.plan is None:
             run_native(self._transport, call, timeout_s, agree)
-        else:
-            agree(None)
+        elif not agree(None):
             self._executor.run(choice.plan, call, timeout_s)
 
-    def _count_call(self, _: Meanwhile | None) -> None:
+    def _count_call(self, _: Meanwhile | None) -> bool:
         if not self._transport.compares_calls:
             self._transport.calls += 1  # which the comparison does
+        return False
 
     def execute(self, call: Collective, algorithm: str | None, timeout_s: float | None) -> None:
         """Chooses as ``Selector.choose`` does, and runs."""

@@ -14,9 +14,9 @@ __all__ = ["run_native"]
 
 
 def run_native(
-    transport: Transport, call: Collective, timeout_s: float | None, agree: Callable[[Meanwhile | None], None]
+    transport: Transport, call: Collective, timeout_s: float | None, agree: Callable[[Meanwhile | None], bool]
 ) -> None:
-    """Calls the transport's own collective, after ``agree(meanwhile)``, the ranks' comparison of it.
+    """Calls the transport's own collective, after ``agree(meanwhile)``: the ranks' comparison of it, or all of it.
 
     The asserts state what ``collectives`` has made sure of.
     """
@@ -24,7 +24,8 @@ def run_native(
         assert call.output is not None and call.input is not None and call.op is not None
         transport.all_reduce_agreed(agree, call.output, call.input, call.op, call.factor, timeout_s)
         return
-    agree(None)
+    if agree(None):
+        return
     match call.verb:
         case "barrier":
             transport.barrier(timeout_s)

@@ -332,7 +332,7 @@ class Transport(ABC):
 
     def all_reduce_agreed(
         self,
-        agree: Callable[[Meanwhile | None], None],
+        agree: Callable[[Meanwhile | None], object],
         output: torch.Tensor,
         input: torch.Tensor,
         op: ReduceOp,

@@ -184,7 +184,7 @@ class MixedTransport(Transport):
 
     def all_reduce_agreed(
         self,
-        agree: Callable[[Meanwhile | None], None] | None,
+        agree: Callable[[Meanwhile | None], object] | None,
         output: torch.Tensor,
         input: torch.Tensor,
         op: ReduceOp,

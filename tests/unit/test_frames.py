@@ -216,6 +216,36 @@ def test_every_verb_of_the_shortest_way_meets_the_other_one() -> None:
     on_all_ranks(1024, act)
 
 
+def test_an_all_to_all_is_carried_by_frames_if_all_ranks_send_little() -> None:
+    def act(rank: int, transport: Transport, agreement: Agreement) -> None:
+        def run(splits: list[list[int]], may_carry: bool = True) -> bool:
+            """``splits[r]`` is what rank r sends to each."""
+            sends, expects = tuple(splits[rank]), tuple(row[rank] for row in splits)
+            sent = torch.cat(
+                [torch.full((length,), 10 * rank + to, dtype=torch.int16) for to, length in enumerate(sends)]
+            )
+            output = torch.zeros(sum(expects), dtype=torch.int16)
+            call = Collective(
+                verb="all_to_all_single", input=sent, output=output, input_splits=sends, output_splits=expects
+            )
+            is_complete = agreement.run(call, "native", None, may_carry=may_carry)
+            wanted = [torch.full((length,), 10 * r + rank, dtype=torch.int16) for r, length in enumerate(expects)]
+            assert torch.equal(output, torch.cat(wanted) if is_complete else torch.zeros_like(output))
+            return is_complete
+
+        assert run([[1, 2, 3], [4, 0, 6], [0, 0, 0]])
+        assert run([[0] * RANKS] * RANKS)
+        numbers_bytes = 8 * (1 + 2 * RANKS)
+        most = (1024 - 64 - numbers_bytes) // 2
+        assert run([[0, most, 0], [1, 1, 1], [0, 0, most]])
+        assert not run([[0, most, 0], [1, 1, 1], [0, 0, most + 1]]), "the others find out that one does not"
+        assert not run([[1, 1, 1]] * RANKS, may_carry=rank != 1), "one named the algorithm"
+        with pytest.raises(CollectiveMismatchError, match="rank 0 sends"):
+            run([[1, 2 + (rank == 2), 3], [4, 0, 6], [0, 0, 0]] if rank else [[1, 1, 3], [4, 0, 6], [0, 0, 0]])
+
+    on_all_ranks(1024, act)
+
+
 def test_the_shortest_way_leaves_to_the_other_one_what_is_not_plain() -> None:
     agreement = Agreement(Threads(SimpleNamespace(), 1, 1024))
     t, part = torch.ones(6), torch.ones(2)
