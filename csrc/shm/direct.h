@@ -50,8 +50,16 @@ void Group::move_directly(const Call& call, Way& way, std::size_t bytes, Move mo
   const auto move_all = [&] { return move_by_all(verb, bytes, move); };
   if (!move_all()) return stage();
   if (way.has_value()) return account(bytes, verb);
-  walk_ring(verb, bytes, stage);
-  way = is_faster(verb, [&] { return stage(), true; }, move_all, kDirectIfBelow);
+  {
+    const struct Keep {
+      explicit Keep(bool& keeps) : keeps(keeps = true) {}
+      ~Keep() { keeps = false; }
+      bool& keeps;
+    } kept(keeps_slots_);
+    walk_ring(verb, bytes, stage);
+    way = is_faster(verb, [&] { return stage(), true; }, move_all, kDirectIfBelow);
+  }
+  measure_soon();
   if (!way.has_value()) stage();
 }
 

@@ -138,6 +138,8 @@ class Group {
     std::function<void()> look = {};  // which the wait for the members asks, too; throws if it is in vain
     Whole maker = {};                 // the group that it is made from, as errors call its ranks until it is made
     Choices choices = {};           // what they need not try
+    std::size_t measure_every = 32u << 20;  // bytes of traffic, a few milliseconds' worth: then the ranks look how far apart their cores are
+    unsigned choose_every = 1024;           // such measurements, 32 GiB: then they choose anew, as something may have disturbed the choice
   };
 
   // Takes the group's area and waits until every member has.
@@ -390,6 +392,7 @@ class Group {
   // Counts what a call cost; now and then measures the machine again and chooses how to store.
   void account(std::size_t bytes, const char* verb);
   bool is_due(std::size_t bytes) const;  // whether it would measure after such a call
+  void measure_soon() { traffic_bytes_ = setup_.measure_every; }  // something was tried, and the cores may have moved meanwhile
   void measure_line(const char* verb);
   template <class Round>
   std::int64_t time_rounds(Round round);
@@ -434,6 +437,8 @@ class Group {
   double line_ns_ = 0;
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured
+  unsigned measured_ = 0;            // so often since something was chosen
+  bool keeps_slots_ = false;         // what the ranks have told each other there is still needed: measuring would overwrite it
   std::atomic<bool> is_busy_{false};
   std::shared_ptr<Started> started_;   // the call that was started and has not ended; none begins before
   std::atomic<int> waiters_{0};        // threads that wait for one

@@ -14,8 +14,7 @@ constexpr std::int64_t kInterruptedNs = 1000;    // no cache line takes so long;
 constexpr int kAttempts = 4, kAttemptsInTurns = 24;  // one at least must find both of a pair running
 constexpr int kPings = 8;
 constexpr int kPatience = 1000;                  // looks at the peer's counter before waiting in earnest
-constexpr std::size_t kMeasureEvery = 32u << 20; // bytes of traffic, a few milliseconds' worth,
-constexpr std::size_t kCallBytes = 1024;         // where a call counts for so many beside its own
+constexpr std::size_t kCallBytes = 1024;         // of traffic, that a call counts for beside its own
 constexpr double kMoved = 1.5;                   // a latency that has changed by so much is that of other cores
 constexpr std::size_t kTrialBytes = 2048;        // of the exchanges that choose; fits every slot
 constexpr double kStreamsWin = 0.9;              // non-temporal stores are chosen where they take less than that share of the time
@@ -26,10 +25,10 @@ void Group::account(std::size_t bytes, const char* verb) {
   if (ranks_ == 1) return;
   const bool is_time = is_due(bytes);
   traffic_bytes_ += kCallBytes + bytes;
-  if (is_time) measure_line(verb);
+  if (is_time && !keeps_slots_) measure_line(verb);
 }
 
-bool Group::is_due(std::size_t bytes) const { return ranks_ > 1 && traffic_bytes_ + kCallBytes + bytes >= kMeasureEvery; }
+bool Group::is_due(std::size_t bytes) const { return ranks_ > 1 && traffic_bytes_ + kCallBytes + bytes >= setup_.measure_every; }
 
 void Group::measure_line(const char* verb) {
   // Cache lines travel in 30 ns between cores that share an L3 and in 250 ns between those that do not, and a virtual
@@ -52,8 +51,10 @@ void Group::measure_line(const char* verb) {
   };
   const double line_ns = worst([](const Ping& its) { return its.line_ns; });
   if (line_ns > 0) line_ns_ = line_ns;
-  if (line_ns > 0 && (line_ns > kMoved * chosen_at_ns_ || chosen_at_ns_ > kMoved * line_ns)) {
+  const bool have_moved = line_ns > kMoved * chosen_at_ns_ || chosen_at_ns_ > kMoved * line_ns;
+  if (line_ns > 0 && (have_moved || ++measured_ >= setup_.choose_every)) {
     chosen_at_ns_ = line_ns;
+    measured_ = 0;
     // Plain stores leave what is staged dirty in the writer's caches, from where it reaches a reader at anything from 2 to 20 GB/s;
     // non-temporal ones go to memory. Which is faster no latency tells: 145 ns are those of one mesh (plain, by half) or of a
     // chip's two halves. So both are tried.

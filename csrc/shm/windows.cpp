@@ -1,4 +1,4 @@
-// How a group's long messages cross: it tries that once, and again when its cores have moved.
+// How a group's long messages cross: it tries that once, again when its cores have moved, and now and then.
 #include "windows.h"
 
 #include <new>

@@ -44,6 +44,7 @@ void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
     load.has_met = true;
     if (tries_exchange) try_exchange(call, load.total);
     else try_one_way(call, load.total);
+    measure_soon();
   }
   const bool swaps = may_swap(call.verb) && *chosen_.swaps.of(load.total);
   const auto& chosen_by = swaps ? chosen_.swaps_by : goes_one_way ? chosen_.one_way_by : chosen_.rings_by;

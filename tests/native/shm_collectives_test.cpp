@@ -270,11 +270,13 @@ void go_to_and_fro() {
 
 void test_collectives() {
   go_to_and_fro();
-  const struct { int ranks, ranks_per_core; std::optional<bool> swaps; std::optional<Stores> by; } kWorlds[] = {
-      {1, 1, {}, {}}, {2, 1, false, Stores::kStrings}, {2, 1, true, Stores::kStrings}, {2, 1, true, Stores::kStreamed},
+  constexpr unsigned kOnce = 1024, kAlways = 1;  // always: they choose anew after every MiB
+  const struct { int ranks, ranks_per_core; std::optional<bool> swaps; std::optional<Stores> by; unsigned choose_every = kOnce; } kWorlds[] = {
+      {2, 1, {}, {}, kAlways}, {3, 1, {}, {}, kAlways}, {1, 1, {}, {}}, {2, 1, false, Stores::kStrings}, {2, 1, true, Stores::kStrings}, {2, 1, true, Stores::kStreamed},
       {2, 2, {}, {}}, {3, 1, {}, {}}, {4, 2, {}, {}}, {5, 3, {}, {}}};
   for (const auto& world : kWorlds) {
     Host host(world.ranks, world.ranks_per_core);
+    if (world.choose_every == kAlways) host.measure_every = 1u << 20, host.choose_every = kAlways;
     host.choices.swaps = world.swaps;
     host.choices.swaps_by = host.choices.rings_by = host.choices.one_way_by = world.by;
     run("collectives", host, [&](int rank, Group& group) {

@@ -64,6 +64,8 @@ struct Host {
 
   const int ranks, ranks_per_core, fd;
   Group::Choices choices;  // of its groups
+  std::size_t measure_every = Group::Setup{}.measure_every;
+  unsigned choose_every = Group::Setup{}.choose_every;
   std::vector<std::unique_ptr<Life>> lives;
   std::vector<std::shared_ptr<Heaps>> heaps;
 };

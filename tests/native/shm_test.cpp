@@ -87,6 +87,7 @@ std::unique_ptr<Group> Host::group(int rank, std::vector<int> members, std::uint
   setup.ranks_per_core = ranks_per_core;
   setup.heaps = heaps[rank];
   setup.choices = choices;
+  setup.measure_every = measure_every, setup.choose_every = choose_every;
   setup.about_to_block = [] {};
   setup.check_interrupt = [] {
     if (is_interrupted) throw Interrupt("interrupted");
