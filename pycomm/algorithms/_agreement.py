@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..transport.base import Meanwhile, MeanwhileOnHost, Transport
     from .executor import Collective
 
-__all__ = ["FRAMES", "Agreement", "count_call", "fits_frames", "room_for"]
+__all__ = ["FRAMES", "Agreement", "count_call", "fits_frames", "may_use_frames", "room_for"]
 
 FRAMES = "frames"  # the name of the algorithm that is this exchange alone
 # verb, op, dtype, unused, root, numel, algorithm; then, not compared, this rank's factor. The payload begins on the
@@ -54,15 +54,19 @@ _MOST_SWAPPED = 16  # memories of frames that are remembered; a transport has on
 
 def fits_frames(transport: Transport, call: Collective) -> bool:
     """Whether frames are enough for ``call``: it is small, in host memory, and the transport has nothing faster."""
-    if transport.compares_calls or not transport.native or not transport.can_agree("cpu"):
+    if not may_use_frames(transport, call.verb) or call.verb == "all_to_all_single":  # whose splits differ by rank
         return False
     if call.verb == "barrier":
-        return set(transport.devices) == {"cpu"}
-    if call.verb == "all_to_all_single":  # its splits differ from rank to rank
-        return False
+        return True
     parts = transport.world_size if call.verb in ("reduce_scatter_single", "scatter") else 1
     tensor = _any_tensor(call)
     return tensor.is_cpu and _numel(call) * parts * tensor.itemsize <= room_for(transport, call.verb)
+
+
+def may_use_frames(transport: Transport, verb: str) -> bool:
+    """Whether frames may be all of a small call of ``verb``; not of a barrier that is for other devices, too."""
+    has_frames = not transport.compares_calls and bool(transport.native) and transport.can_agree("cpu")
+    return has_frames and (verb != "barrier" or set(transport.devices) == {"cpu"})
 
 
 def room_for(transport: Transport, verb: str) -> int:

@@ -13,7 +13,7 @@ from .. import env
 from ..errors import ConfigError, PlanError, PycommError
 from ..topology import Topology
 from . import ALGORITHMS, find_algorithm
-from ._agreement import FRAMES, fits_frames, room_for
+from ._agreement import FRAMES, fits_frames, may_use_frames, room_for
 from .plan import Plan
 from .tables import Rule, Table, parse_rules
 from .tuned import load_rules
@@ -97,9 +97,8 @@ class Selector:
 
     def room_for_frames(self, verb: str) -> int:
         """Returns up to how many bytes of each rank go by FRAMES, for verbs of which ``fits_frames`` says no more."""
-        transport = self._transport
-        has_frames = not transport.compares_calls and transport.native and transport.can_agree("cpu")
-        return room_for(transport, verb) if has_frames and self.rules(verb)[0].source == "default" else 0
+        is_default = may_use_frames(self._transport, verb) and self.rules(verb)[0].source == "default"
+        return room_for(self._transport, verb) if is_default else 0
 
     def within(self, transport: Transport, ranks: Sequence[int]) -> Selector:
         """Returns the selector of a group of these ``ranks`` of this one, which ``transport`` joins."""

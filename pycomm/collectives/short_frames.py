@@ -47,8 +47,6 @@ _ANY_LENGTH = 1 << 62
 def short_cuts_by_frames(group: Group, recorder: Recorder | None) -> dict[str, Callable[..., bool]]:
     """Returns the short cuts of a group, by verb; none where its calls do not go by frames."""
     room = {verb: _room(group, as_chosen(verb)) for verb in ("all_reduce", *_FRAMED)}
-    if set(group.transport.devices) != {"cpu"}:  # a barrier is for all of them
-        room["barrier"] = 0
     call = group.engine.agreement.short_call if any(room.values()) else None
     if call is None:
         return {}
