@@ -60,6 +60,11 @@ struct Scalar {
   }
   static PYCOMM_HD std::int32_t smaller(std::int32_t a, std::int32_t b) { return a < b ? a : b; }
   static PYCOMM_HD std::int32_t larger(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
+  // The magnitude of a float32, as bits. Where one instruction compares magnitudes whatever their signs, the sign may stay; the number
+  // that the next two choose of a magnitude and a bound above zero then has it as well.
+  static PYCOMM_HD std::int32_t magnitude(std::int32_t bits) { return bits & 0x7FFFFFFF; }
+  static PYCOMM_HD std::int32_t smaller_magnitude(std::int32_t a, std::int32_t bound) { return smaller(a, bound); }
+  static PYCOMM_HD std::int32_t larger_magnitude(std::int32_t a, std::int32_t bound) { return larger(a, bound); }
   // The nearest integer of |value| < 2^22, ties to even.
   static PYCOMM_HD std::int32_t nearest(float value) { return bit_cast<std::int32_t>(value + kRoundMagic) - kRoundMagicBits; }
   // a * b + c, where the product is exact: so it makes no difference how often it is rounded.

@@ -68,7 +68,8 @@ struct IntCode {
 // its mantissa, so 2^kShift times the number's own power of two does it; below the normal numbers the quantum stays.
 // The sum is the code in two parts then: the quanta, and in its own exponent, which is larger by a constant, the number's. What
 // makes up for the constant is added as quanta too: a negative number of them, as the low 16 bits have it. (It is even, which
-// leaves ties to even as they are.) So the code is low half + high half * 2^kMantissaBits / 128.
+// leaves ties to even as they are.) So the code is low half + high half * 2^kMantissaBits / 128. All of it holds for magnitudes; a
+// sign that W::magnitude() leaves passes through, as the power has it too.
 //
 // What is divided by a scale of float32 is rounded to the largest number at most, the block's amax to that very number. A
 // power of two may leave more, where no larger one is a scale: then a code `saturates`.
@@ -85,12 +86,15 @@ struct FloatCode {
 
   template <class W>
   struct Encoded {
-    typename W::template Of<std::int32_t> sum;   // the code without its sign, in two halves: [Note: rounding by an addition]
+    typename W::template Of<std::int32_t> sum;   // the code but for its sign, in two halves: [Note: rounding by an addition]
     typename W::template Of<std::int32_t> bits;  // whose highest is the sign
-    typename W::template Of<float> magnitude;
+    typename W::template Of<float> magnitude;    // of which the sign does not matter, nor of the sum: W::magnitude()
     // The code in the low bits; noise above.
     PYCOMM_HD typename W::template Of<std::int32_t> with_sign() const {
-      return (sum + (sum >> F::kShift)) | ((bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit);
+      using I = typename W::template Of<std::int32_t>;
+      const auto halves = bit_cast<typename W::template Of<std::uint32_t>>(sum);
+      const I code = bit_cast<I>(halves + (halves >> F::kShift));
+      return code | ((bits >> (31 - F::kExponentBits - F::kMantissaBits)) & F::kSignBit);
     }
     PYCOMM_HD typename W::template Of<float> value() const {
       using I = typename W::template Of<std::int32_t>;
@@ -105,7 +109,7 @@ struct FloatCode {
     const I bits = bit_cast<I>(value);
     if constexpr (stochastic) {
       const I code = round_up_at<W>(bits & 0x7FFFFFFF, random);
-      return {code, bits, decode_small<W, F>(code)};
+      return {code | (W::magnitude(bits) & ~0x7FFFFFFF), bits, decode_small<W, F>(code)};
     } else {
       return round<W>(bits);
     }
@@ -125,9 +129,9 @@ struct FloatCode {
     constexpr int kTooLarge = (F::kMinNormal >> F::kShift) + (F::kShift << F::kMantissaBits);
     constexpr int kAdded = (1 << 16) - kTooLarge;
     static_assert(kAdded % 2 == 0 && kTooLarge < 1 << 15);
-    I magnitude = bits & 0x7FFFFFFF;
-    if constexpr (saturates) magnitude = W::smaller(magnitude, W::template splat<std::int32_t>(kLargestBits));
-    const I power = W::larger(magnitude & 0x7F800000, W::template splat<std::int32_t>(F::kMinNormal));
+    I magnitude = W::magnitude(bits);
+    if constexpr (saturates) magnitude = W::smaller_magnitude(magnitude, kLargestBits);
+    const I power = W::larger_magnitude(magnitude & ~0x7FFFFF, F::kMinNormal);
     const float factor = bit_cast<float>(power_of_two_bits(F::kShift) + kAdded);
     const V sum = W::add_exact_product(bit_cast<V>(power), W::template splat<float>(factor), bit_cast<V>(magnitude));
     return {bit_cast<I>(sum), bits, W::add_exact_product(bit_cast<V>(power), W::template splat<float>(-factor), sum)};
@@ -145,7 +149,7 @@ struct FloatCode {
     const float quantum = bit_cast<float>(power_of_two_bits(F::kQuantumExponent));
     const V quanta = bit_cast<V>(magnitude) + dither<W>(random) * quantum + magic;
     const I code = select(magnitude < F::kMinNormal, bit_cast<I>(quanta) - kMagicBits, I((magnitude + up) >> F::kShift));
-    return select(code > kLargestCode, W::template splat<std::int32_t>(kLargestCode), code);
+    return W::smaller(code, W::template splat<std::int32_t>(kLargestCode));
   }
 };
 

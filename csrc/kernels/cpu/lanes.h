@@ -50,41 +50,59 @@ PYCOMM_HD To convert_lanes(From from) {
 }
 
 #if PYCOMM_VECTOR_BYTES >= 32
-// Four registers of int32 as bytes, in the order in which packing leaves them, which takes the lower parts of 128 bits of two
-// registers, then the next ones. (AVX-512 has an instruction that narrows one register, which takes longer than a fourth of this.)
-// Packed twice, dwords 0 4 1 5 ... are in order, and of AVX-512 0 4 8 12 1 5 ...
+// Four registers of int32 become one of bytes. (AVX-512 has an instruction that narrows one register, which takes longer than a fourth
+// of this.)
 #if PYCOMM_VECTOR_BYTES == 64
 using Packed = __m512i;
-PYCOMM_HD Packed pack_words(Packed a, Packed b) { return _mm512_packs_epi32(a, b); }
-PYCOMM_HD Packed pack_bytes(Packed a, Packed b) { return _mm512_packs_epi16(a, b); }
-PYCOMM_HD Packed add_halves(Packed a, int low, int high) { return _mm512_madd_epi16(a, _mm512_set1_epi32(low | high << 16)); }
-PYCOMM_HD Packed shift_words(Packed a, int bits) { return _mm512_maskz_srli_epi16(0xFFFFFFFF, a, bits); }
-PYCOMM_HD Packed in_order(Packed packed) {
-  const Packed order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_maskz_permutexvar_epi32(0xFFFF, order, packed);
+// Of each lane of two registers the byte `lower`, then of each the byte `upper`.
+template <int lower, int upper, class I>
+PYCOMM_HD Packed bytes_of(I a, I b) {
+  struct Order {
+    alignas(64) unsigned char byte[64];
+    constexpr Order() : byte() {
+      for (int lane = 0; lane < 32; ++lane) {
+        byte[lane] = static_cast<unsigned char>(4 * lane + lower);
+        byte[32 + lane] = static_cast<unsigned char>(4 * lane + upper);
+      }
+    }
+  };
+  static constexpr Order kOrder;
+  return _mm512_permutex2var_epi8(bit_cast<Packed>(a), _mm512_load_si512(kOrder.byte), bit_cast<Packed>(b));
+}
+// The sums of the halves of 16 bits, low * `low` + high * `high`.
+template <class I>
+PYCOMM_HD I add_halves(I a, int low, int high) {
+  return bit_cast<I>(_mm512_madd_epi16(bit_cast<Packed>(a), _mm512_set1_epi32(low | high << 16)));
+}
+// What is in -128..127.
+template <class I>
+PYCOMM_HD Packed narrow(I a, I b, I c, I d) {
+  return _mm512_mask_blend_epi64(0xF0, bytes_of<0, 0>(a, b), bytes_of<0, 0>(c, d));
 }
 #else
 using Packed = __m256i;
-PYCOMM_HD Packed pack_words(Packed a, Packed b) { return _mm256_packs_epi32(a, b); }
-PYCOMM_HD Packed pack_bytes(Packed a, Packed b) { return _mm256_packs_epi16(a, b); }
-PYCOMM_HD Packed add_halves(Packed a, int low, int high) { return _mm256_madd_epi16(a, _mm256_set1_epi32(low | high << 16)); }
-PYCOMM_HD Packed shift_words(Packed a, int bits) { return _mm256_srli_epi16(a, bits); }
-PYCOMM_HD Packed in_order(Packed packed) { return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
-#endif
-// What is beyond -128..127 becomes the nearer of the two: so what has a sign keeps it.
+// In the order in which packing leaves them, which takes the lower parts of 128 bits of two registers, then the next ones. What is beyond
+// -128..127 becomes the nearer of the two: so what has a sign keeps it.
 template <class I>
-PYCOMM_HD Packed saturated_bytes(I a, I b, I c, I d) {
-  const Packed ab = pack_words(bit_cast<Packed>(a), bit_cast<Packed>(b));
-  return pack_bytes(ab, pack_words(bit_cast<Packed>(c), bit_cast<Packed>(d)));
+PYCOMM_HD Packed pack_words(I a, I b) {
+  return _mm256_packs_epi32(bit_cast<Packed>(a), bit_cast<Packed>(b));
 }
-// As saturated_bytes(), the sums of their halves of 16 bits, low + high / 2^shift, which are in 0..127.
-template <int shift, class I>
-PYCOMM_HD Packed summed_halves(I a, I b, I c, I d) {
-  constexpr int kLow = 1 << shift, kHigh = 1;
-  const Packed ab = pack_words(add_halves(bit_cast<Packed>(a), kLow, kHigh), add_halves(bit_cast<Packed>(b), kLow, kHigh));
-  const Packed cd = pack_words(add_halves(bit_cast<Packed>(c), kLow, kHigh), add_halves(bit_cast<Packed>(d), kLow, kHigh));
-  return pack_bytes(shift_words(ab, shift), shift_words(cd, shift));
+PYCOMM_HD Packed pack_bytes(Packed a, Packed b) { return _mm256_packs_epi16(a, b); }
+template <class I>
+PYCOMM_HD Packed pack(I a, I b, I c, I d) {
+  return pack_bytes(pack_words(a, b), pack_words(c, d));
 }
+template <class I>
+PYCOMM_HD I add_halves(I a, int low, int high) {
+  return bit_cast<I>(_mm256_madd_epi16(bit_cast<Packed>(a), _mm256_set1_epi32(low | high << 16)));
+}
+PYCOMM_HD Packed in_order(Packed packed) { return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+// What is in -128..127.
+template <class I>
+PYCOMM_HD Packed narrow(I a, I b, I c, I d) {
+  return in_order(pack(a, b, c, d));
+}
+#endif
 #endif
 
 template <int lanes>
@@ -119,6 +137,20 @@ struct Wide {
     return a * b + c;
 #endif
   }
+#if PYCOMM_VECTOR_BYTES == 64
+  static PYCOMM_HD Of<std::int32_t> magnitude(Of<std::int32_t> bits) { return bits; }
+  static PYCOMM_HD Of<std::int32_t> smaller_magnitude(Of<std::int32_t> a, std::int32_t bound) { return choose_magnitude<2>(a, bound); }
+  static PYCOMM_HD Of<std::int32_t> larger_magnitude(Of<std::int32_t> a, std::int32_t bound) { return choose_magnitude<3>(a, bound); }
+  template <int smaller_or_larger>
+  static PYCOMM_HD Of<std::int32_t> choose_magnitude(Of<std::int32_t> a, std::int32_t bound) {
+    const __m512 bounds = bit_cast<__m512>(splat<std::int32_t>(bound));
+    return bit_cast<Of<std::int32_t>>(_mm512_maskz_range_ps(0xFFFF, bit_cast<__m512>(a), bounds, smaller_or_larger));
+  }
+#else
+  static PYCOMM_HD Of<std::int32_t> magnitude(Of<std::int32_t> bits) { return bits & 0x7FFFFFFF; }
+  static PYCOMM_HD Of<std::int32_t> smaller_magnitude(Of<std::int32_t> a, std::int32_t bound) { return smaller(a, splat(bound)); }
+  static PYCOMM_HD Of<std::int32_t> larger_magnitude(Of<std::int32_t> a, std::int32_t bound) { return larger(a, splat(bound)); }
+#endif
   // By intrinsics, as GCC does not see one instruction in a comparison with a constant and a choice.
   static PYCOMM_HD Of<std::int32_t> smaller(Of<std::int32_t> a, Of<std::int32_t> b) {
 #if PYCOMM_VECTOR_BYTES == 64

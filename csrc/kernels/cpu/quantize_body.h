@@ -64,17 +64,26 @@ PYCOMM_HD auto joined(SignedCodes<Code, W> codes) {
 }
 
 #if PYCOMM_VECTOR_BYTES >= 32
-template <class I>
-PYCOMM_HD Packed narrow(I a, I b, I c, I d) {
-  return in_order(saturated_bytes(a, b, c, d));
+// The halves of a sum are added so that the code becomes the second byte. The highest is all ones then where the sum has a sign, as it
+// has for AVX-512.
+template <class Code, class W>
+PYCOMM_HD auto summed(SignedCodes<Code, W> codes) {
+  return add_halves(codes.encoded.sum, 1 << 8, 2 << Code::kMantissaBits);
 }
 template <class Code, class W>
 PYCOMM_HD Packed narrow(SignedCodes<Code, W> a, SignedCodes<Code, W> b, SignedCodes<Code, W> c, SignedCodes<Code, W> d) {
   using I = typename W::template Of<std::int32_t>;
   constexpr int kSign = 0x01010101 << (Code::kBits - 1);
-  const auto codes = summed_halves<7 - Code::kMantissaBits>(a.encoded.sum, b.encoded.sum, c.encoded.sum, d.encoded.sum);
-  const auto signs = saturated_bytes(a.encoded.bits, b.encoded.bits, c.encoded.bits, d.encoded.bits);
-  return in_order(bit_cast<Packed>(bit_cast<I>(codes) | (bit_cast<I>(signs) >> (8 - Code::kBits) & kSign)));
+#if PYCOMM_VECTOR_BYTES == 64
+  const Packed ab = bytes_of<1, 3>(summed(a), summed(b)), cd = bytes_of<3, 1>(summed(c), summed(d));
+  const Packed codes = _mm512_mask_blend_epi64(0xF0, ab, cd), signs = _mm512_maskz_alignr_epi64(0xFF, cd, ab, 4);
+  return bit_cast<Packed>(bit_cast<I>(codes) | (bit_cast<I>(signs) & kSign));
+#else
+  const Packed ab = pack_words(summed(a), summed(b)), cd = pack_words(summed(c), summed(d));
+  const I codes = bit_cast<I>(pack_bytes(_mm256_srli_epi16(ab, 8), _mm256_srli_epi16(cd, 8)));
+  const I signs = bit_cast<I>(pack(a.encoded.bits, b.encoded.bits, c.encoded.bits, d.encoded.bits));
+  return in_order(bit_cast<Packed>(codes | (signs >> (8 - Code::kBits) & kSign)));
+#endif
 }
 #endif
 

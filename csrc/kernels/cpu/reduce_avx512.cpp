@@ -9,7 +9,7 @@
 
 #include "isa.h"
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,f16c")
 #define PYCOMM_ISA avx512
 #define PYCOMM_VECTOR_BYTES 64
 #include "../common/cases.h"

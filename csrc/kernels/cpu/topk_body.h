@@ -22,7 +22,7 @@ PYCOMM_HD std::uint64_t mask_of(Lanes a, Lanes b, Lanes c, Lanes d) {
   // Not by shifts of numbers: where GCC 12 runs out of registers it stores 16 bits of such a mask, and loads 32 of it.
   return _mm512_kunpackd(_mm512_kunpackw(d, c), _mm512_kunpackw(b, a));
 #elif PYCOMM_VECTOR_BYTES == 32
-  return static_cast<std::uint32_t>(_mm256_movemask_epi8(in_order(saturated_bytes(a, b, c, d))));
+  return static_cast<std::uint32_t>(_mm256_movemask_epi8(narrow(a, b, c, d)));
 #else
   const Lanes bits = (a & 1) | (b & 1 << kLanesOfFloat) | (c & 1 << 2 * kLanesOfFloat) | (d & 1 << 3 * kLanesOfFloat);
   std::uint64_t mask = 0;
