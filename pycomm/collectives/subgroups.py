@@ -28,7 +28,7 @@ class Subgroups:
     def __init__(self) -> None:
         """Begins with none."""
         self._calls = 0  # also of those that made groups of other ranks
-        self._made: Counter[tuple[int, ...]] = Counter()
+        self._made: Counter[tuple[tuple[int, ...], bool]] = Counter()  # by members, and whether all ranks make one
         self._open: weakref.WeakSet[Group] = weakref.WeakSet()
 
     @property
@@ -53,7 +53,8 @@ class Subgroups:
             self._calls += 1  # no sooner: a rank that called something else has counted nothing
             # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
             group.transport.calls += 1
-            transport = group.transport.split(group_ranks, self._key_of(group_ranks or ()), with_all=with_all)
+            key = self._key_of(group_ranks or (), with_all)
+            transport = group.transport.split(group_ranks, key, with_all=with_all)
             if transport is not None:
                 transport.group_name = name or f"{group.name}.{self._calls}"
             try:
@@ -69,11 +70,11 @@ class Subgroups:
                 transport.timeout_s = timeout_s
             return transport
 
-    def _key_of(self, group_ranks: Sequence[int]) -> int:
+    def _key_of(self, group_ranks: Sequence[int], with_all: bool) -> int:
         """Returns the key of the next group of these members: see [Note: one key for a group]."""
-        members = tuple(group_ranks)
-        self._made[members] += 1
-        return key_of(members, self._made[members])
+        kind = tuple(group_ranks), with_all
+        self._made[kind] += 1
+        return key_of(group_ranks, self._made[kind], with_all)
 
 
 def _agree_on_members(group: Group, agreement: Agreement, group_ranks: Sequence[int] | None, with_all: bool) -> None:

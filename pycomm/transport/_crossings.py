@@ -4,7 +4,8 @@
 The members of a new group call it by a key: who they are, and how often they have made one of these. After a failure
 they may have counted differently: some were told before they came to the last one, some had a try at it. So who makes a
 group leaves word of its key for as long as that takes, and in a group that is broken the others take the first
-member's.
+member's. A group that is a part of what all ranks do (``with_all``) has keys of its own: it fails on who makes it, once
+that hears of the loss, and those who go on would find a group that is left again.
 
 [Note: crossing groups]
 After a failure the ranks are told of it at different moments. One that has been told makes a group without the lost
@@ -46,9 +47,9 @@ class Making(NamedTuple):
     key: int = 0
 
 
-def key_of(ranks: Sequence[int], count: int) -> int:
-    """Returns the key, a positive int64, of the group that the members ``ranks`` make as their ``count``-th."""
-    digest = blake2b(repr(tuple(ranks)).encode(), digest_size=4).digest()
+def key_of(ranks: Sequence[int], count: int, with_all: bool) -> int:
+    """Returns the key, a positive int64, of the ``count``-th group of its kind that the members ``ranks`` make."""
+    digest = blake2b(repr((tuple(ranks), with_all)).encode(), digest_size=4).digest()
     return (int.from_bytes(digest) | 1) << _COUNT_BITS | count % (1 << _COUNT_BITS)
 
 
@@ -72,7 +73,9 @@ class Crossings:
         self._words = words
         self._is_making = False
         self._given_up: set[AbstractSet[int]] = set()
-        self._taken: dict[int, int] = {}  # the last key that was the first member's, by its part that names the members
+        self._taken: dict[
+            int, int
+        ] = {}  # the last key that was the first member's, by its part that names members and kind
         self._next_ask_s = 0.0
 
     @contextlib.contextmanager

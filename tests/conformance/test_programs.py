@@ -103,6 +103,34 @@ def test_a_group_that_is_made_with_all_ranks_is_not_once_one_is_lost(transport: 
     run_ranks(4, makes_a_group_with_one_who_has_been_told, transport=transport, casualties=[3])
 
 
+def makes_as_a_part_of_what_all_do_what_the_others_make_to_go_on(rank: int) -> None:
+    """Rank 0 comes to its part of a ``split``, and hears of the loss there, long after rank 2 has."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world = pycomm.get_group()
+    with pytest.raises(pycomm.PeerLostError, match="rank 1"):
+        if rank == 0:
+            hears_after(0.5, world.transport)
+            world.transport.split([0, 2], world._subgroups._key_of([0, 2], True), with_all=True)
+        else:
+            pycomm.barrier()
+    check_sum(pycomm.new_group([0, 2]))
+
+
+def hears_after(delay_s: float, transport: Any) -> None:
+    """Sees to it that making a group of ``transport`` looks at nobody for so long."""
+    end_s = time.monotonic() + delay_s
+    owner, name = (transport.watch, "look") if hasattr(transport, "watch") else (transport, "look_around")
+    look = getattr(owner, name)
+    setattr(owner, name, lambda *args: look(*args) if time.monotonic() > end_s else None)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_those_who_go_on_do_not_take_another_s_part_of_a_split_for_their_group(transport: str) -> None:
+    job = makes_as_a_part_of_what_all_do_what_the_others_make_to_go_on
+    run_ranks(3, job, transport=transport, casualties=[1], timeout_s=60)
+
+
 def makes_a_group_with_one_that_dies(rank: int, hears_of_it: bool = False) -> None:
     """``hears_of_it``: rank 0 looks around only after rank 2 has, which has left by then."""
     if hears_of_it and rank == 0:
@@ -194,7 +222,7 @@ def have_tried_differently(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(pycomm.PeerLostError, match="rank 1"):
         pycomm.barrier()
-    pycomm.get_group()._subgroups._made[0, 2, 3] += rank
+    pycomm.get_group()._subgroups._made[(0, 2, 3), False] += rank
     for _ in range(2):
         check_sum(pycomm.new_group([0, 2, 3]))
 

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from pycomm import CollectiveTimeoutError
-from pycomm.transport._crossings import Crossings, Making, key_of
+from pycomm.transport import _crossings
+from pycomm.transport._crossings import Crossings, Making
 from pycomm.transport._wording import Failure
 
 LOST = Failure("lost", 3)
+
+
+def key_of(ranks: list[int], count: int, with_all: bool = False) -> int:
+    return _crossings.key_of(ranks, count, with_all)
 
 
 class Words:
@@ -86,8 +91,8 @@ def test_the_others_take_the_key_of_the_first() -> None:
     assert words.told == [((0, 1), key_of([0, 1], 2)), ((), 0)]
 
 
-@pytest.mark.parametrize("first", [key_of([1, 0], 5), key_of([0, 1], 5), 0])
-def test_a_key_of_another_group_or_of_one_that_was_made_is_not_taken(first: int) -> None:
+@pytest.mark.parametrize("first", [key_of([1, 0], 5), key_of([0, 1], 5), key_of([0, 1], 6, with_all=True), 0])
+def test_a_key_of_another_group_or_kind_or_of_one_that_was_made_is_not_taken(first: int) -> None:
     words = Words(r0=Making(frozenset({0, 1}), key_of([0, 1], 5)))
     crossings, old = Crossings(words), old_group(LOST, rank=1)
     with crossings.making(old, [0, 1], key_of([0, 1], 2), ignore):
@@ -117,5 +122,6 @@ def test_what_the_wait_for_the_key_looks_at_ends_it() -> None:
 
 
 def test_keys_are_positive_and_differ() -> None:
-    keys = [key_of(ranks, count) for ranks in ([0, 1], [1, 0], [0, 1, 2]) for count in (1, 2, 2**31 - 1)]
+    groups = [(ranks, with_all) for ranks in ([0, 1], [1, 0], [0, 1, 1]) for with_all in (False, True)]
+    keys = [key_of(ranks, count, with_all) for ranks, with_all in groups for count in (1, 2, 2**31 - 1)]
     assert len(set(keys)) == len(keys) and all(0 < key < 1 << 63 for key in keys)
