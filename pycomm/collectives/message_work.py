@@ -54,7 +54,7 @@ class RequestWork(MessageWork):
 
     _future: Future[Any] | None = None
     _is_asked = False
-    _is_done = False
+    _is_done = True  # until there is a message: Ctrl-C may come before that
     _error: BaseException | None = None
 
     def __init__(
@@ -69,10 +69,9 @@ class RequestWork(MessageWork):
         is_global: bool = True,
     ) -> None:
         """``finish`` copies what came to where the caller wants it."""
-        self._group = group
+        self._group, self._ending, self._is_done = group, request, False
         self._verb = verb
         self._peer = peer
-        self._ending = request
         self._value = result
         self._finish = finish
         self._is_global = is_global

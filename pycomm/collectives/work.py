@@ -31,6 +31,7 @@ class Work:
     """
 
     is_message = False  # which moves only while somebody waits for it. For the library
+    _is_asked = True  # until there is a call: Ctrl-C may come before that
 
     def __init__(self, description: str, tellers: Tellers | None = None) -> None:
         """``tellers`` are those of the group. For the library."""

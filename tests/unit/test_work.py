@@ -12,6 +12,7 @@ import torch
 import pycomm
 from harness import run_ranks
 from pycomm import CollectiveTimeoutError, ConfigError, PeerLostError
+from pycomm.collectives.message_work import RequestWork
 from pycomm.collectives.work import Work
 from pycomm.transport.local import LocalWorld
 
@@ -53,6 +54,11 @@ def test_an_error_that_nobody_asked_for_is_logged(caplog: pytest.LogCaptureFixtu
         del work
         gc.collect()
     assert "a forgotten call failed, and its handle was dropped without a wait: lost" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Work, RequestWork])
+def test_a_handle_that_was_interrupted_as_it_was_made_can_be_dropped(kind: type[Work]) -> None:
+    kind.__del__(kind.__new__(kind))
 
 
 def test_timeout_of_a_receive_leaves_it_under_way() -> None:
