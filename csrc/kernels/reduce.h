@@ -28,10 +28,11 @@ struct ReduceKernels {
 };
 
 // As `reduce` without streaming, the result written to each of `outputs`, of which the first `num_outputs` count: while
-// it is in registers, or at least in the L1 cache; kAvg divides by `divisor`, as an input may be a sum already.
+// it is in registers, or at least in the L1 cache; kAvg divides by `divisor`, as an input may be a sum already. `stream_others`
+// writes all outputs but the first with non-temporal stores, then a store fence: for those that other cores' caches hold.
 // Bytes moved per element: (num_inputs + num_outputs) * itemsize.
 void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inputs, int num_inputs, std::size_t numel,
-                   DType dtype, ReduceOp op, const double* factors, int divisor);
+                   DType dtype, ReduceOp op, const double* factors, int divisor, bool stream_others = false);
 
 // memcpy with non-temporal stores; ends with a store fence, so that a flag stored after it is seen after the bytes.
 void copy_streamed(void* destination, const void* source, std::size_t bytes);

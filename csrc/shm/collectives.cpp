@@ -104,17 +104,20 @@ bool Group::meet_in_heaps(unsigned char* output, const unsigned char* input, con
 // 4 x bytes of DRAM traffic in all for two ranks, two synchronizations.
 void Group::all_reduce_in_heaps(unsigned char* output, const unsigned char* input, const Part& part, const Call& call) {
   const std::size_t item = item_bytes(call.dtype), bytes = call.numel * item, start = part.start * item;
+  Result result = take_turns() ? Result(false) : results_[static_cast<std::size_t>(call.verb)].of_others(bytes);
+  result.begin();
   load_factors(call);
   inputs_[rank_] = input + start;
-  outputs_[rank_] = output + start;
-  for (int r = 0; r < ranks_; ++r) {
+  outputs_[0] = output + start;
+  for (int r = 0, others = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
     const auto theirs = told<Places>(r);
     const int host_rank = setup_.host_rank_of[r];
     inputs_[r] = setup_.heaps->address(host_rank, theirs.input, bytes) + start;
-    outputs_[r] = setup_.heaps->address(host_rank, theirs.output, bytes) + start;
+    outputs_[++others] = setup_.heaps->address(host_rank, theirs.output, bytes) + start;
   }
-  pycomm::reduce_to_all(outputs_.data(), ranks_, inputs_.data(), ranks_, part.numel, call.dtype, call.op, factors_.data(), ranks_);
+  pycomm::reduce_to_all(outputs_.data(), ranks_, inputs_.data(), ranks_, part.numel, call.dtype, call.op, factors_.data(), ranks_,
+                        result.is_streamed());
   sync("all_reduce");
   account(bytes, "all_reduce");
 }

@@ -23,7 +23,7 @@ __attribute__((no_sanitize("thread"))) void divide(float* total, float divisor, 
 }  // namespace
 
 void reduce_to_all(void* const* outputs, int num_outputs, const void* const* inputs, int num_inputs, std::size_t numel,
-                   DType dtype, ReduceOp op, const double* factors, int divisor) {
+                   DType dtype, ReduceOp op, const double* factors, int divisor, bool) {
   const bool is_known = dtype == DType::kFloat32 && (op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kPremulSum);
   if (!is_known) __builtin_abort();
   float total[kBlock], input[kBlock];

@@ -55,7 +55,7 @@ std::vector<unsigned char> run(const char* isa, const std::vector<Buffer>& input
 
 // The same to `num_outputs` outputs, the first of them the first input's buffer; all must be equal.
 std::vector<unsigned char> run_to_all(const char* isa, const std::vector<Buffer>& inputs, std::size_t numel, DType dtype,
-                                      ReduceOp op, int num_outputs) {
+                                      ReduceOp op, int num_outputs, bool stream_others) {
   const double factors[] = {0.5, -1.25, 3.0};
   use_cpu_isa(isa);
   std::vector<Buffer> outputs;
@@ -69,7 +69,7 @@ std::vector<unsigned char> run_to_all(const char* isa, const std::vector<Buffer>
   std::memcpy(places[0], pointers[0], outputs[0].bytes);
   pointers[0] = places[0];
   reduce_to_all(places.data(), num_outputs, pointers.data(), static_cast<int>(inputs.size()), numel, dtype, op, factors,
-                static_cast<int>(inputs.size()));
+                static_cast<int>(inputs.size()), stream_others);
   for (int o = 1; o < num_outputs; ++o) {
     expect(std::memcmp(places[o], places[0], outputs[0].bytes) == 0, "outputs", o, static_cast<int>(op), numel);
   }
@@ -93,7 +93,9 @@ void test_reduce(DType dtype, ReduceOp op) {
           expect(run(isa, inputs, numel, dtype, op, stream, true) == expected, "in place", dtype_code, op_code, numel);
         }
         for (const int outputs : {1, 2, 3}) {
-          expect(run_to_all(isa, inputs, numel, dtype, op, outputs) == expected, "to all", dtype_code, op_code, numel);
+          for (const bool stream_others : {false, true}) {
+            expect(run_to_all(isa, inputs, numel, dtype, op, outputs, stream_others) == expected, "to all", dtype_code, op_code, numel);
+          }
         }
       }
     }
