@@ -54,11 +54,9 @@ class ChannelEnd {
   template <class ByBlocks>
   void copy(void* to, const void* from, std::size_t count, bool is_long, ByBlocks by_blocks) {
     if (count < kString || !is_walked()) return by_blocks();
-    FewWays<2>& ways = ways_[is_long];
-    const bool by_strings = ways.choose() != 0;
-    const std::int64_t start_ns = ways.is_timed() ? monotonic_ns() : 0;
-    by_strings ? copy_by_strings(to, from, count) : by_blocks();
-    if (ways.is_timed()) ways.took(by_strings, static_cast<double>(monotonic_ns() - start_ns) / static_cast<double>(count));
+    Attempt<2> attempt(ways_[is_long], count);
+    attempt.begin();
+    attempt.way() != 0 ? copy_by_strings(to, from, count) : by_blocks();
   }
 
   unsigned char* ring_;

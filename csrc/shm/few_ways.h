@@ -3,8 +3,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
+
+#include "wait.h"
 
 namespace pycomm::shm {
 
@@ -14,8 +18,10 @@ namespace pycomm::shm {
 template <unsigned ways>
 class FewWays {
  public:
+  static constexpr unsigned kAtATime = 64;
+
   // The way that the next goes, where `each` is tried so often at a time; that is always the same.
-  unsigned choose(unsigned each = 64) {
+  unsigned choose(unsigned each = kAtATime) {
     const unsigned number = chosen_++ % (kRounds * each);
     is_timed_ = number >= ways * each && number < 2 * ways * each && number % each >= each / 2;
     if (number >= 2 * ways * each) return static_cast<unsigned>(std::min_element(usual_ns_, usual_ns_ + ways) - usual_ns_);
@@ -44,6 +50,33 @@ class FewWays {
   bool is_timed_ = false;
   std::vector<double> times_ns_;  // of the way that was tried last
   double usual_ns_[ways] = {};
+};
+
+// What goes the way that is next: takes its time, from `begin` to the end of its scope.
+template <unsigned ways>
+class Attempt {
+ public:
+  Attempt() = default;  // of nothing
+  // Of `bytes`, where each way is tried so often at a time.
+  Attempt(FewWays<ways>& few_ways, std::size_t bytes, unsigned each = FewWays<ways>::kAtATime)
+      : way_(few_ways.choose(each)), ways_(few_ways.is_timed() ? &few_ways : nullptr), bytes_(bytes) {}
+  ~Attempt() {
+    if (start_ns_ > 0) ways_->took(way_, static_cast<double>(monotonic_ns() - start_ns_) / static_cast<double>(bytes_));
+  }
+  Attempt(Attempt&& other) : way_(other.way_), ways_(other.ways_), bytes_(other.bytes_), start_ns_(std::exchange(other.start_ns_, 0)) {}
+  Attempt& operator=(Attempt&&) = delete;
+
+  unsigned way() const { return way_; }
+  // From now on nothing is waited for but what takes its time.
+  void begin() {
+    if (ways_ != nullptr && start_ns_ == 0) start_ns_ = monotonic_ns();
+  }
+
+ private:
+  const unsigned way_ = 0;
+  FewWays<ways>* const ways_ = nullptr;  // to tell of what it took
+  const std::size_t bytes_ = 0;
+  std::int64_t start_ns_ = 0;
 };
 
 }  // namespace pycomm::shm

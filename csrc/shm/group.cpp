@@ -299,6 +299,7 @@ void Group::publish_in_windows(const Call& call, const Load& load) {
 bool Group::meet_in_windows(const Call& call, const Load& load) {
   if (!load.has_met) meet(call);
   if (load.result != nullptr) load.result->begin();
+  if (load.sending != nullptr) load.sending->begin();
   return !load.has_met && count_shared() == 0;
 }
 

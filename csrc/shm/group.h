@@ -320,6 +320,7 @@ class Group {
     bool has_met = false;      // the ranks have compared their headers, and filled nothing before
     bool is_long = false;      // its results leave the caches; as the numbers above the same on every rank
     Result* result = nullptr;  // of this rank
+    Attempt<2>* sending = nullptr;  // [Note: strings in use]
     bool is_streamed() const { return result != nullptr && result->is_streamed(); }  // its `use` writes past the caches
   };
   // Tells of the window that this rank has filled, with its header, unless the ranks have met already.
@@ -340,7 +341,7 @@ class Group {
   template <class Run>
   auto by(Stores stores, Run run);  // `run` by them, for is_faster
   template <class Run>
-  Stores fastest_stores(const char* verb, std::size_t bytes, bool may_be_strings, Run run);  // to `run` by, for messages of so many
+  Stores fastest_stores(const char* verb, bool may_be_strings, Run run);  // to `run` by
   std::vector<unsigned char> memory_to_try(std::size_t bytes);
   // What the ranks tell each other at the beginning of an all_to_all, in the payload: the elements that rank r sends to each, then
   // those that it expects from each; behind it, where its input lies.
@@ -434,6 +435,7 @@ class Group {
   Stores stores_ = Stores::kPlain;  // by which what is staged reaches the other ranks the soonest
   bool goes_back_ = false;   // as the other rank has sent before
   std::array<Results, kVerbs> results_;  // by verbs
+  std::array<ByLength<FewWays<2>, 3, 2u << 20, 4>, kVerbs> sending_ways_;  // as chosen, or by strings
   double line_ns_ = 0;
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured

@@ -15,75 +15,55 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <utility>
 
 #include "by_length.h"
 #include "few_ways.h"
 #include "stores.h"
-#include "wait.h"
 
 namespace pycomm::shm {
 
 // The result of one call, on one rank.
 class Result {
  public:
-  using Ways = FewWays<2>;
-
-  explicit Result(bool is_streamed) : is_streamed_(is_streamed) {}
-  Result(bool is_streamed, Ways& ways, unsigned way, std::size_t bytes) : is_streamed_(is_streamed), ways_(&ways), way_(way), bytes_(bytes) {}
-  ~Result() {
-    if (start_ns_ > 0) ways_->took(way_, static_cast<double>(monotonic_ns() - start_ns_) / static_cast<double>(bytes_));
-  }
-  Result(Result&& other)
-      : is_streamed_(other.is_streamed_), ways_(other.ways_), way_(other.way_), bytes_(other.bytes_), start_ns_(std::exchange(other.start_ns_, 0)) {}
-  Result& operator=(Result&&) = delete;
+  explicit Result(bool is_streamed, Attempt<2> attempt = {}) : is_streamed_(is_streamed), attempt_(std::move(attempt)) {}
 
   bool is_streamed() const { return is_streamed_; }
   // From now on nothing is waited for but what takes its time; until the end of its scope.
-  void begin() {
-    if (ways_ != nullptr && start_ns_ == 0) start_ns_ = monotonic_ns();
-  }
+  void begin() { attempt_.begin(); }
 
  private:
   const bool is_streamed_;
-  Ways* const ways_ = nullptr;  // to tell of what it took
-  const unsigned way_ = 0;
-  const std::size_t bytes_ = 0;
-  std::int64_t start_ns_ = 0;
+  Attempt<2> attempt_;
 };
 
 // The results of calls of one kind.
 class Results {
  public:
+  static constexpr unsigned kTriedAtATime = 16;
+
   // Of `bytes` at `output`; the message is as long or longer.
   Result of(const void* output, std::size_t bytes, std::size_t message_bytes) {
     if (is_long(message_bytes)) return Result(memory_prefers_streams());
     if (bytes < kProbedFrom || !memory_prefers_streams()) return Result(false);
-    Result::Ways& ways = ways_.of(message_bytes);
-    const unsigned way = ways.choose(kTriedAtATime);
-    return result_by(ways, way, way == kStreams && lies_in_memory(output, bytes), bytes);
+    Attempt<2> attempt(ways_.of(message_bytes), bytes, kTriedAtATime);
+    const bool is_streamed = attempt.way() == kStreams && lies_in_memory(output, bytes);
+    return Result(is_streamed, std::move(attempt));
   }
   // Of a message of `bytes`, in the buffers of others.
   Result of_others(std::size_t bytes) {
     if (bytes < kOthersFrom) return Result(false);
-    Result::Ways& ways = others_ways_.of(bytes);
-    const unsigned way = ways.choose(kTriedAtATime);
-    return result_by(ways, way, way == kStreams, bytes);
+    Attempt<2> attempt(others_ways_.of(bytes), bytes, kTriedAtATime);
+    const bool is_streamed = attempt.way() == kStreams;
+    return Result(is_streamed, std::move(attempt));
   }
 
  private:
-  static Result result_by(Result::Ways& ways, unsigned way, bool is_streamed, std::size_t bytes) {
-    return ways.is_timed() ? Result(is_streamed, ways, way, bytes) : Result(is_streamed);
-  }
-
   static constexpr std::size_t kProbedFrom = 512u << 10;  // to find out takes up to half a microsecond
   static constexpr std::size_t kOthersFrom = 2u << 20;
   static constexpr unsigned kStreams = 1;                 // the way that streams what lies in memory; the other never does
-  static constexpr unsigned kTriedAtATime = 16;
-
-  ByLength<Result::Ways, 3, 1u << 20, 2> ways_;
-  ByLength<Result::Ways, 4, 2 * kOthersFrom, 4> others_ways_;
+  ByLength<FewWays<2>, 3, 1u << 20, 2> ways_;
+  ByLength<FewWays<2>, 4, 2 * kOthersFrom, 4> others_ways_;
 };
 
 }  // namespace pycomm::shm

@@ -13,7 +13,7 @@ namespace {
 constexpr std::size_t kTriedFrom = 8u << 10, kTriedTo = 1u << 20;
 constexpr std::size_t kTimed = 64u << 10;  // what is shorter cannot be timed, so several of it are
 constexpr double kClearly = 0.9;  // short messages lose a third by a wrong choice, and something else may have had a core during the trial
-constexpr double kByStrings = 0.95;  // which lose less, but where the data come from memory, as long ones do
+constexpr double kByStrings = 0.95;  // which lose less
 constexpr std::size_t kStringsFrom = 32u << 10;  // of what is exchanged: steps of shorter messages hardly hold one
 
 template <class Run>
@@ -46,10 +46,10 @@ auto Group::by(Stores stores, Run run) {
 }
 
 template <class Run>
-Stores Group::fastest_stores(const char* verb, std::size_t bytes, bool may_be_strings, Run run) {
+Stores Group::fastest_stores(const char* verb, bool may_be_strings, Run run) {
   const Stores best = *is_faster(verb, by(Stores::kPlain, run), by(Stores::kStreamed, run), kClearly) ? Stores::kStreamed : Stores::kPlain;
   if (!may_be_strings) return best;
-  return *is_faster(verb, by(best, run), by(Stores::kStrings, run), is_long(bytes) ? kClearly : kByStrings) ? Stores::kStrings : best;
+  return *is_faster(verb, by(best, run), by(Stores::kStrings, run), kByStrings) ? Stores::kStrings : best;
 }
 
 // Regions and rings, each by the stores that suit it.
@@ -64,8 +64,8 @@ void Group::try_exchange(const Call& call, std::size_t bytes) {
   const auto by_swaps = repeated(tried, [&] { in_swaps(call, load, fill, use); });
   const char* const verb = verb_name(call.verb);
   walk_ring(verb, std::max(tried, kTimed), by_rings);
-  const bool may_be_strings = bytes >= kStringsFrom;
-  const Stores rings_by = fastest_stores(verb, bytes, may_be_strings, by_rings), swaps_by = fastest_stores(verb, bytes, may_be_strings, by_swaps);
+  const bool may_be_strings = bytes >= kStringsFrom && bytes < kStringsInUseFrom;
+  const Stores rings_by = fastest_stores(verb, may_be_strings, by_rings), swaps_by = fastest_stores(verb, may_be_strings, by_swaps);
   chosen_.rings_by.of(bytes) = rings_by;
   chosen_.swaps_by.of(bytes) = swaps_by;
   chosen_.swaps.of(bytes) = !*is_faster(verb, by(swaps_by, by_swaps), by(rings_by, by_rings), kClearly);
@@ -89,7 +89,7 @@ void Group::try_one_way(const Call& call, std::size_t bytes) {
   const auto by_rings = repeated(tried, [&] { send(call); });
   const char* const verb = verb_name(call.verb);
   walk_ring(verb, std::max(tried, kTimed), by_rings);
-  const Stores best = fastest_stores(verb, bytes, /*may_be_strings=*/true, by_rings);
+  const Stores best = fastest_stores(verb, /*may_be_strings=*/true, by_rings);
   chosen_.one_way_by.of(bytes) = best;
   if (ranks_ > 2) return;
   Call back = call;

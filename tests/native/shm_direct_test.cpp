@@ -266,14 +266,14 @@ void choose_without_offers() {
 
 // Results are written the way that took less from when they began; one that never began, as its call failed, says nothing.
 void choose_results(bool begins) {
-  Result::Ways ways;
+  FewWays<2> ways;
   constexpr unsigned kEach = 16, kTried = 2 * 2 * kEach;
   for (unsigned i = 0; i < kTried; ++i) {
-    const unsigned way = ways.choose(kEach);
+    Attempt<2> attempt(ways, 1000, kEach);
+    const unsigned way = attempt.way();
     expect(way == i / kEach % 2, "the ways by turns");
     if (!ways.is_timed()) continue;
-    Result result(/*is_streamed=*/true, ways, way, 1000);
-    Result moved(std::move(result));
+    Result moved(/*is_streamed=*/true, std::move(attempt));
     if (way == 0 || begins) moved.begin();
     std::this_thread::sleep_for(std::chrono::microseconds(way == 0 ? 2000 : 100));
   }
