@@ -89,7 +89,7 @@ void Group::try_one_way(const Call& call, std::size_t bytes) {
   const auto by_rings = repeated(tried, [&] { send(call); });
   const char* const verb = verb_name(call.verb);
   walk_ring(verb, std::max(tried, kTimed), by_rings);
-  const Stores best = fastest_stores(verb, /*may_be_strings=*/true, by_rings);
+  const Stores best = fastest_stores(verb, /*may_be_strings=*/bytes < kStringsInUseFrom, by_rings);
   chosen_.one_way_by.of(bytes) = best;
   if (ranks_ > 2) return;
   Call back = call;

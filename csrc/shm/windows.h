@@ -59,7 +59,7 @@ void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   const bool swaps = may_swap(call.verb) && *chosen_.swaps.of(load.total);
   const auto& chosen_by = swaps ? chosen_.swaps_by : goes_one_way ? chosen_.one_way_by : chosen_.rings_by;
   goes_back_ = goes_one_way && chosen_.goes_back.of(load.total).value_or(false);
-  const bool may_be_strings = may_swap(call.verb) && call.step == Step::kWhole && load.total >= kStringsInUseFrom;
+  const bool may_be_strings = (may_swap(call.verb) || goes_one_way) && call.step == Step::kWhole && load.total >= kStringsInUseFrom;
   FewWays<2>& ways = sending_ways_[static_cast<std::size_t>(call.verb)].of(load.total);
   Attempt<2> sending = may_be_strings ? Attempt<2>(ways, load.total, kStringsInUse) : Attempt<2>();
   load.sending = &sending;
