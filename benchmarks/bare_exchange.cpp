@@ -5,6 +5,8 @@
 //   private  copies the buffer into a region, says so, awaits the other rank's and adds it. The regions change hands in the next call, so
 //            that a line crosses once.
 //   shared   of two buffers that both ranks reach: reads its half of both, writes the sum into both, between two meetings.
+//   swapped  of long private buffers: region by region, each of which takes this rank's next bytes as soon as the other's have been added, a block
+//            at a time (csrc/shm/swaps.h).
 // broadcast
 //   staged   the root copies it, window by window, to where the other one copies it from: by strings (csrc/shm/stores.h), the other one's
 //            copy from 4 MiB on past the caches. Each begins at the same place, in lines that its root has just read where the roots take turns.
@@ -15,6 +17,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstring>
@@ -25,16 +28,18 @@ struct alignas(128) Word {
   std::atomic<unsigned long> value;
 };
 constexpr std::size_t kWindow = 16 << 10, kWindows = 128, kLong = 4 << 20;
+constexpr std::size_t kRegion = 128 << 10, kStep = 16 << 10, kBlock = 1 << 10, kAhead = 8 << 10;
 struct Memory {
-  Word published[2], met[2], staged, taken;
+  Word published[2], met[2], staged, taken, filled[2];
   int pids[2];
   char* targets[2];
   alignas(4096) float regions[2][1 << 18];
   alignas(4096) char windows[kWindows][kWindow];
+  alignas(4096) char swapped[2][kRegion];
 };
 Memory* memory = nullptr;
 int rank = 0;
-unsigned long calls = 0, meetings = 0, windows = 0;
+unsigned long calls = 0, meetings = 0, windows = 0, swaps = 0, steps = 0;
 
 void await(const Word& word, unsigned long value) {
   while (word.value.load(std::memory_order_acquire) < value) __builtin_ia32_pause();
@@ -69,7 +74,7 @@ float* pointer(PyObject* address) { return static_cast<float*>(PyLong_AsVoidPtr(
 PyObject* join(PyObject*, PyObject* const* args, Py_ssize_t) {
   memory = reinterpret_cast<Memory*>(pointer(args[0]));
   rank = static_cast<int>(PyLong_AsLong(args[1]));
-  calls = meetings = windows = 0;
+  calls = meetings = windows = swaps = steps = 0;
   memory->pids[rank] = getpid();
   Py_RETURN_NONE;
 }
@@ -83,6 +88,36 @@ PyObject* reduce_private(PyObject*, PyObject* const* args, Py_ssize_t) {
   memory->published[rank].value.store(++calls, std::memory_order_release);
   await(memory->published[1 - rank], calls);
   add(own, memory->regions[1 - mine], count);
+  Py_RETURN_NONE;
+}
+
+void ask_for(const char* block, std::size_t bytes) {
+  for (std::size_t line = 0; line < bytes; line += 64) _mm_prefetch(block + line, _MM_HINT_T0);
+}
+
+void fill_block(char* to, const char* from) {
+  ask_for(from + kAhead, kBlock);
+  std::memcpy(to, from, kBlock);
+}
+
+// reduce_swapped(address, bytes): of whole steps.
+PyObject* reduce_swapped(PyObject*, PyObject* const* args, Py_ssize_t) {
+  char* const own = static_cast<char*>(PyLong_AsVoidPtr(args[0]));
+  const std::size_t bytes = PyLong_AsSize_t(args[1]), region = std::min(bytes, kRegion);
+  const auto fill_step = [&](std::size_t swap, std::size_t step, std::size_t offset, std::size_t at) {
+    fill_block(memory->swapped[(swap + static_cast<std::size_t>(rank)) % 2] + at, own + offset + at);
+    if ((at + kBlock) % kStep == 0) memory->filled[rank].value.store(step, std::memory_order_release);
+  };
+  for (std::size_t at = 0; at < region; at += kBlock) fill_step(swaps, steps + at / kStep + 1, 0, at);
+  for (std::size_t offset = 0; offset < bytes; offset += region, ++swaps) {
+    const char* const theirs = memory->swapped[(swaps + 1 + static_cast<std::size_t>(rank)) % 2];
+    for (std::size_t at = 0; at < region; at += kBlock) {
+      if (at % kStep == 0) await(memory->filled[1 - rank], ++steps), ask_for(theirs + at, 2 * kBlock);
+      if (at % kStep + 2 * kBlock < kStep) ask_for(theirs + at + 2 * kBlock, kBlock);
+      add(reinterpret_cast<float*>(own + offset + at), reinterpret_cast<const float*>(theirs + at), kBlock / sizeof(float));
+      if (offset + region < bytes) fill_step(swaps + 1, steps + region / kStep, offset + region, at);
+    }
+  }
   Py_RETURN_NONE;
 }
 
@@ -141,6 +176,7 @@ PyCFunction method() {
 PyMethodDef methods[] = {
     {"join", method<join>(), METH_FASTCALL, nullptr},
     {"reduce_private", method<reduce_private>(), METH_FASTCALL, nullptr},
+    {"reduce_swapped", method<reduce_swapped>(), METH_FASTCALL, nullptr},
     {"reduce_shared", method<reduce_shared>(), METH_FASTCALL, nullptr},
     {"broadcast_staged", method<broadcast_staged>(), METH_FASTCALL, nullptr},
     {"broadcast_direct", method<broadcast_direct>(), METH_FASTCALL, nullptr},

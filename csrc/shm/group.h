@@ -435,7 +435,7 @@ class Group {
   Stores stores_ = Stores::kPlain;  // by which what is staged reaches the other ranks the soonest
   bool goes_back_ = false;   // as the other rank has sent before
   std::array<Results, kVerbs> results_;  // by verbs
-  std::array<ByLength<FewWays<2>, 3, 2u << 20, 4>, kVerbs> sending_ways_;  // as chosen, or by strings
+  std::array<ByLength<FewWays<2>, 2, 2u << 20, 4>, kVerbs> sending_ways_;  // as chosen, or by strings
   double line_ns_ = 0;
   double chosen_at_ns_ = 0;  // what line_ns_ was when that was found out
   std::size_t traffic_bytes_ = 0;    // since that was measured
