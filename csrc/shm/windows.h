@@ -5,7 +5,7 @@
 // caches, where who adds it up looks for it again: an all_reduce of 1 MiB takes 77 us by them on Zen 5, and 42 by plain stores. But a reduce_scatter of
 // 4 MiB, which adds up the half that it does not send, takes 260, and 331. No trial beforehand knows that. So from 512 KiB on the calls of each verb
 // find it out themselves, as results do ([Note: results past the caches]), and try each way for twice as long as those: so that neither changes while the
-// other is timed.
+// other is timed. The ranks need not agree.
 #pragma once
 
 #include <algorithm>
@@ -25,6 +25,7 @@ inline const unsigned char* bytes_of(const void* data) { return static_cast<cons
 
 inline constexpr std::size_t kStringsInUseFrom = 512u << 10;
 inline constexpr unsigned kStringsInUse = 2 * Results::kTriedAtATime;
+static_assert(kStringsInUseFrom / kLeastPieces >= std::max(kString, kLeastPiece));  // pieces are of one length either way
 
 // Copies to or from a caller's buffer, which has no address where it has no elements; memcpy must not see that.
 inline void copy(void* to, const void* from, std::size_t bytes, bool is_streamed = false) {
