@@ -61,8 +61,8 @@ void Group::in_windows(const Call& call, Load load, Fill fill, Use use) {
   const auto& chosen_by = swaps ? chosen_.swaps_by : goes_one_way ? chosen_.one_way_by : chosen_.rings_by;
   goes_back_ = goes_one_way && chosen_.goes_back.of(load.total).value_or(false);
   const bool may_be_strings = (may_swap(call.verb) || goes_one_way) && call.step == Step::kWhole && load.total >= kStringsInUseFrom;
-  FewWays<2>& ways = sending_ways_[static_cast<std::size_t>(call.verb)].of(load.total);
-  Attempt<2> sending = may_be_strings ? Attempt<2>(ways, load.total, kStringsInUse) : Attempt<2>();
+  auto& ways = sending_ways_[static_cast<std::size_t>(call.verb)];
+  Attempt<2> sending = may_be_strings ? Attempt<2>(ways.of(load.total), load.total, kStringsInUse) : Attempt<2>();
   load.sending = &sending;
   const Staging staging{*this, sending.way() != 0 ? Stores::kStrings : chosen_by.of(load.total).value_or(stores_)};
   swaps ? in_swaps(call, load, fill, use) : in_rings(call, load, fill, use);

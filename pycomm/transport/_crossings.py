@@ -73,9 +73,7 @@ class Crossings:
         self._words = words
         self._is_making = False
         self._given_up: set[AbstractSet[int]] = set()
-        self._taken: dict[
-            int, int
-        ] = {}  # the last key that was the first member's, by its part that names members and kind
+        self._taken: dict[int, int] = {}  # the last key that was the first member's, by its part but for the count
         self._next_ask_s = 0.0
 
     @contextlib.contextmanager

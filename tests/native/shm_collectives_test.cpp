@@ -1,5 +1,6 @@
 // Every collective, at sizes that walk every path: the header's own line, a slot, shared heaps, one window, several, and
 // the ring around.
+#include "shm/windows.h"
 #include "shm_ranks.h"
 
 #include <algorithm>
@@ -182,6 +183,31 @@ void long_results(int rank, Group& world) {
   expect(same(wide, input_of(root, n * numel)), named("long broadcast", rank, n * numel));
 }
 
+// What the calls find out themselves goes each of its ways for some calls: so many that all of them come.
+void ways_in_use() {
+  Host host(2);
+  run("ways in use", host, [&](int rank, Group& world) {
+    constexpr std::size_t kNumel = (512u << 10) / sizeof(float), kShared = (2u << 20) / sizeof(float);  // from where on it does
+    const std::vector<float> input = input_of(rank, kNumel), wide = input_of(rank, kShared);
+    for (unsigned i = 0; i < 2 * kStringsInUse + 1; ++i) {
+      std::vector<float> data = input;
+      world.all_reduce(data.data(), data.data(), call_of(Verb::kAllReduce, kNumel));
+      expect(same(data.data(), sums_of(2), kNumel), named("all_reduce by each way", rank, i));
+      const int root = static_cast<int>(i % 2);
+      data = input;
+      world.broadcast(data.data(), call_of(Verb::kBroadcast, kNumel, root));
+      expect(same(data, input_of(root, kNumel)), named("broadcast by each way", rank, i));
+    }
+    auto* const shared = static_cast<float*>(host.heaps[rank]->allocate(kShared * sizeof(float)));
+    for (unsigned i = 0; i < 2 * Results::kTriedAtATime + 1; ++i) {
+      std::copy(wide.begin(), wide.end(), shared);
+      world.all_reduce(shared, shared, call_of(Verb::kAllReduce, kShared));
+      expect(same(shared, sums_of(2), kShared), named("all_reduce of shared buffers by each way", rank, i));
+    }
+    host.heaps[rank]->free(shared);
+  });
+}
+
 // Now one rank sends and now another one, what no other call has sent, and who reads is late at times: [Note: the common ring].
 void to_and_fro(int rank, Group& world, unsigned seed) {
   constexpr Verb kRooted[] = {Verb::kBroadcast, Verb::kReduce, Verb::kGather, Verb::kScatter};
@@ -270,6 +296,7 @@ void go_to_and_fro() {
 
 void test_collectives() {
   go_to_and_fro();
+  ways_in_use();
   constexpr unsigned kOnce = 1024, kAlways = 1;  // always: they choose anew after every MiB
   const struct { int ranks, ranks_per_core; std::optional<bool> swaps; std::optional<Stores> by; unsigned choose_every = kOnce; } kWorlds[] = {
       {2, 1, {}, {}, kAlways}, {3, 1, {}, {}, kAlways}, {1, 1, {}, {}}, {2, 1, false, Stores::kStrings}, {2, 1, true, Stores::kStrings}, {2, 1, true, Stores::kStreamed},

@@ -70,10 +70,7 @@ PYCOMM_HD Packed bytes_of(I a, I b) {
   return _mm512_permutex2var_epi8(bit_cast<Packed>(a), _mm512_load_si512(kOrder.byte), bit_cast<Packed>(b));
 }
 // The sums of the halves of 16 bits, low * `low` + high * `high`.
-template <class I>
-PYCOMM_HD I add_halves(I a, int low, int high) {
-  return bit_cast<I>(_mm512_madd_epi16(bit_cast<Packed>(a), _mm512_set1_epi32(low | high << 16)));
-}
+PYCOMM_HD Packed add_halves(Packed a, int low, int high) { return _mm512_madd_epi16(a, _mm512_set1_epi32(low | high << 16)); }
 // What is in -128..127.
 template <class I>
 PYCOMM_HD Packed narrow(I a, I b, I c, I d) {
@@ -92,10 +89,7 @@ template <class I>
 PYCOMM_HD Packed pack(I a, I b, I c, I d) {
   return pack_bytes(pack_words(a, b), pack_words(c, d));
 }
-template <class I>
-PYCOMM_HD I add_halves(I a, int low, int high) {
-  return bit_cast<I>(_mm256_madd_epi16(bit_cast<Packed>(a), _mm256_set1_epi32(low | high << 16)));
-}
+PYCOMM_HD Packed add_halves(Packed a, int low, int high) { return _mm256_madd_epi16(a, _mm256_set1_epi32(low | high << 16)); }
 PYCOMM_HD Packed in_order(Packed packed) { return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
 // What is in -128..127.
 template <class I>

@@ -67,8 +67,8 @@ PYCOMM_HD auto joined(SignedCodes<Code, W> codes) {
 // The halves of a sum are added so that the code becomes the second byte. The highest is all ones then where the sum has a sign, as it
 // has for AVX-512.
 template <class Code, class W>
-PYCOMM_HD auto summed(SignedCodes<Code, W> codes) {
-  return add_halves(codes.encoded.sum, 1 << 8, 2 << Code::kMantissaBits);
+PYCOMM_HD Packed summed(SignedCodes<Code, W> codes) {
+  return add_halves(bit_cast<Packed>(codes.encoded.sum), 1 << 8, 2 << Code::kMantissaBits);
 }
 template <class Code, class W>
 PYCOMM_HD Packed narrow(SignedCodes<Code, W> a, SignedCodes<Code, W> b, SignedCodes<Code, W> c, SignedCodes<Code, W> d) {
