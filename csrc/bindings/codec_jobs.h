@@ -11,6 +11,7 @@
 #include <string>
 
 #include "../kernels/quantize.h"
+#include "../kernels/streams.h"
 #include "../kernels/topk.h"
 #include "gil.h"
 #include "pool.h"
@@ -51,7 +52,7 @@ inline QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_byte
   job.seed = seed, job.offset = offset;
   job.format = static_cast<PayloadFormat>(format);
   job.is_stochastic = is_stochastic;
-  job.is_streamed = 4 * numel >= kStreamedBytes;
+  job.is_streamed = streams(4 * numel + payload_bytes);
   job.numel = numel, job.block_numel = block_numel;
   return job;
 }
@@ -65,7 +66,7 @@ inline DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std:
   job.factor = factor;
   job.format = static_cast<PayloadFormat>(format);
   job.is_added = is_added;
-  job.is_streamed = is_part || 4 * numel >= kStreamedBytes;
+  job.is_streamed = is_part || (!is_added && streams(4 * numel + payload_bytes));
   job.numel = numel, job.block_numel = block_numel;
   return job;
 }

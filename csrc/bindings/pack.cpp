@@ -1,6 +1,7 @@
 // pycomm._native.Packer: lists of torch tensors <-> a bucket. Reads the tensors through DLPack's C ABI, because asking
 // each of them from Python for its address, shape and type takes longer than to copy a small one.
 #include "../kernels/pack.h"
+#include "../kernels/streams.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -140,7 +141,7 @@ class Packer {
   static void move(const PackPart& bucket, const std::vector<PackPart>& parts, float scale) {
     PackJob job = job_of(bucket, parts, scale);
     const std::size_t bytes = bucket.numel * kPackItemBytes[static_cast<int>(bucket.type)];
-    job.is_streamed = bytes >= kStreamedBytes;
+    job.is_streamed = streams(2 * bytes);
     const auto body = [&job](std::size_t begin, std::size_t end) {
       PackJob range = job;
       range.begin = begin, range.end = end;

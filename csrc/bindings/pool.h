@@ -15,9 +15,6 @@ extern ParallelFor parallel_for;  // null: none was given
 // Elements that are worth a thread.
 inline constexpr std::size_t kGrainNumel = 128 * 1024;
 
-// Outputs of this many bytes will not be found in a cache anyway: kernels write them past it.
-inline constexpr std::size_t kStreamedBytes = std::size_t{4} << 20;
-
 // Runs body(first, last) over parts of [0, items), each item being `numel_per_item` elements. The body does not throw.
 template <class Body>
 void run_in_pool(std::size_t items, std::size_t numel_per_item, Body body) {

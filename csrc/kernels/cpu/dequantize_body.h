@@ -5,17 +5,18 @@
 
 namespace pycomm::PYCOMM_ISA {
 
-// `bits` for each code -> a byte each. Writes up to 7 codes more than `count`.
-template <int bits>
+// `bits` for each code -> a byte each; of integers with the sign, as an int8. Writes up to 7 codes more than `count`.
+template <int bits, bool is_integer>
 void spread_codes(std::uint8_t* codes, const std::uint8_t* packed, std::size_t count) {
+  constexpr unsigned kSign = is_integer ? 1 << (bits - 1) : 0, kAbove = 256 - (1 << bits);
   const std::size_t bytes = (count * bits + 7) / 8;
   for (std::size_t i = 0; i < bytes; ++i) {
     if constexpr (bits == 4) {
-      const unsigned two = packed[i];
-      store_at(codes, 2 * i, static_cast<std::uint16_t>((two | two << 4) & 0x0F0F));
+      const unsigned one = packed[i], two = (one | one << 4) & 0x0F0F, signs = two & kSign * 0x0101;
+      store_at(codes, 2 * i, static_cast<std::uint16_t>(two | signs * (kAbove / 8)));
     } else {
-      const std::uint32_t four = packed[i];
-      store_at(codes, 4 * i, static_cast<std::uint32_t>((four | four << 6 | four << 12 | four << 18) & 0x03030303u));
+      const std::uint32_t one = packed[i], four = (one | one << 6 | one << 12 | one << 18) & 0x03030303u, signs = four & kSign * 0x01010101;
+      store_at(codes, 4 * i, static_cast<std::uint32_t>(four | signs * (kAbove / 2)));
     }
   }
 }
@@ -79,19 +80,26 @@ PYCOMM_HD std::size_t decode_float8(float* to, const std::uint8_t* codes, std::s
 }
 #endif
 
-// The values of codes. The sixteen of e2m1 fit in a register, or but for the sign in half of one: they are looked up.
-template <class W, class Code, class I>
-PYCOMM_HD auto decode_codes(I codes) {
-  if constexpr (W::kLanes > 1 && Code::kBits == 4 && Code::kHasSignBit) {
+// The values of the codes from the i-th on. The sixteen of e2m1 fit in a register, or but for the sign in half of one: they are looked up.
+template <class W, class Code>
+PYCOMM_HD auto decode_at(const std::uint8_t* from, std::size_t i) {
+  using I = typename W::template Of<std::int32_t>;
+  if constexpr (!Code::kHasSignBit) {  // an int8
+    const auto numbers = load_at<typename W::template Of<std::int8_t>>(from, i);
+    return W::template convert<typename W::template Of<float>>(W::template convert<I>(numbers));
+  } else {
+    const I codes = load_codes<W>(from, i);
+    if constexpr (W::kLanes > 1 && Code::kBits == 4) {
 #if PYCOMM_VECTOR_BYTES == 64
-    const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    return bit_cast<typename W::template Of<float>>(_mm512_maskz_permutexvar_ps(0xFFFF, bit_cast<__m512i>(codes), values));
+      const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+      return bit_cast<typename W::template Of<float>>(_mm512_maskz_permutexvar_ps(0xFFFF, bit_cast<__m512i>(codes), values));
 #elif PYCOMM_VECTOR_BYTES == 32
-    const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), bit_cast<__m256i>(codes));
-    return bit_cast<typename W::template Of<float>>(bit_cast<I>(magnitudes) | (codes & 8) << 28);
+      const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), bit_cast<__m256i>(codes));
+      return bit_cast<typename W::template Of<float>>(bit_cast<I>(magnitudes) | (codes & 8) << 28);
 #endif
+    }
+    return Code::template decode<W>(codes);
   }
-  return Code::template decode<W>(codes);
 }
 
 // scale_at(index) is what an element is multiplied by, `is_finite` whether it times kOfHalves is, for all of them.
@@ -105,7 +113,7 @@ PYCOMM_HD void decode_elements(float* to, const std::uint8_t* codes, std::size_t
 #endif
   for_lanes(count - done, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
     using W = decltype(lanes);
-    put_values<W, put>(to, done + i, decode_codes<W, Code>(load_codes<W>(codes, done + i)) * scale_at(done + i));
+    put_values<W, put>(to, done + i, decode_at<W, Code>(codes, done + i) * scale_at(done + i));
   });
 }
 
@@ -175,7 +183,7 @@ struct Dequantizer {
     if constexpr (kBits == 1 || kBits == 8) {
       return from;
     } else {
-      spread_codes<kBits>(spread, from, count);
+      spread_codes<kBits, !Format::Code::kHasSignBit>(spread, from, count);
       return spread;
     }
   }

@@ -27,13 +27,17 @@ PYCOMM_HD To convert_lanes(From from) {
   if constexpr (widens && sizeof(From) == 32) {
     return bit_cast<To>(_mm512_maskz_cvtepu16_epi32(0xFFFF, bit_cast<__m256i>(from)));
   }
-  if constexpr (widens && sizeof(From) == 16) {
+  if constexpr (widens && std::is_same_v<From, typename VectorOf<std::int8_t, 16>::type>) {
+    return bit_cast<To>(_mm512_maskz_cvtepi8_epi32(0xFFFF, bit_cast<__m128i>(from)));
+  } else if constexpr (widens && sizeof(From) == 16) {
     return bit_cast<To>(_mm512_maskz_cvtepu8_epi32(0xFFFF, bit_cast<__m128i>(from)));
   }
   if constexpr (sizeof(To) == 32) return bit_cast<To>(_mm512_maskz_cvtepi32_epi16(0xFFFF, bit_cast<__m512i>(from)));
   if constexpr (sizeof(To) == 16) return bit_cast<To>(_mm512_maskz_cvtepi32_epi8(0xFFFF, bit_cast<__m512i>(from)));
 #elif PYCOMM_VECTOR_BYTES == 32
-  if constexpr (sizeof(From) == 8) {
+  if constexpr (std::is_same_v<From, typename VectorOf<std::int8_t, 8>::type>) {
+    return bit_cast<To>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bit_cast<long long>(from))));
+  } else if constexpr (sizeof(From) == 8) {
     return bit_cast<To>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bit_cast<long long>(from))));
   }
   if constexpr (std::is_same_v<To, typename VectorOf<std::uint16_t, 8>::type> && sizeof(From) == 32) {
@@ -246,6 +250,20 @@ PYCOMM_HD V load(const char* from) {
 template <class V>
 PYCOMM_HD void store(char* to, V value) {
   std::memcpy(to, &value, sizeof(V));
+}
+
+// The signs of as many floats as the answer has bits, the first one's in the lowest.
+PYCOMM_HD auto signs_of(const char* from) {
+#if PYCOMM_VECTOR_BYTES == 64
+  return static_cast<std::uint16_t>(_mm512_movepi32_mask(load<__m512i>(from)));
+#elif PYCOMM_VECTOR_BYTES == 32
+  const auto bits = [from](int k) PYCOMM_INLINE { return load<__m256i>(from + k * sizeof(__m256i)); };
+  return static_cast<std::uint32_t>(_mm256_movemask_epi8(narrow(bits(0), bits(1), bits(2), bits(3))));
+#else
+  std::uint32_t signs = 0;
+  for (int k = 0; k < 8; ++k) signs |= load<std::uint32_t>(from + 4 * k) >> 31 << k;
+  return static_cast<std::uint8_t>(signs);
+#endif
 }
 
 // Writes the pairs (a, b) of the even lanes of 64 bits, then those of the odd lanes.

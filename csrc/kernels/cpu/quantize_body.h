@@ -6,7 +6,8 @@
 // them: each is long in coming (two divisions, after what joins lanes), and none is waited for.
 //
 // Neither pass reads from memory by itself, so both ask for what comes: the first for the next chunk, the second for the chunk
-// after it. With a residual, which is as long, only the second asks, for the next chunk: the L1 cache holds no more.
+// after it. With a residual, which is as long, only the second asks, for the next chunk: the L1 cache holds no more. Nor does that of
+// 32 KiB that most processors with AVX2 have.
 
 namespace pycomm::PYCOMM_ISA {
 
@@ -130,18 +131,29 @@ PYCOMM_HD void encode_elements(const Input<has_residual>& input, std::uint8_t* c
   });
 }
 
+// Signs of `count` elements, a bit each. The residual becomes what is left.
 template <bool has_residual>
-PYCOMM_HD void encode_signs(const Input<has_residual>& input, std::uint8_t* codes, std::size_t count, float scale) {
-  write_codes(input, codes, count, [&](auto lanes, std::size_t i) PYCOMM_INLINE {
-    using W = decltype(lanes);
-    using U = typename W::template Of<std::uint32_t>;
-    const auto x = load_floats<W>(input.sum(), i);
-    const U sign = bit_cast<U>(x) & 0x80000000u;
-    if constexpr (has_residual) {
-      store_at(input.residual, 4 * i, x - bit_cast<typename W::template Of<float>>(sign | bit_cast<std::uint32_t>(scale)));
-    }
-    return bit_cast<typename W::template Of<std::int32_t>>(sign >> 31);
-  });
+PYCOMM_HD void encode_signs(const Input<has_residual>& input, std::uint8_t* packed, std::size_t count, float scale) {
+  constexpr std::size_t kAtOnce = 8 * sizeof(signs_of(nullptr));
+  std::size_t i = 0;
+  for (; i + kAtOnce <= count; i += kAtOnce) {
+    input.template fetch_in_second_pass<kAtOnce>(i);
+    store_at(packed, i / 8, signs_of(reinterpret_cast<const char*>(input.sum() + i)));
+  }
+  for (std::size_t byte = i / 8; i < count; ++byte) {
+    unsigned signs = 0;
+    for (const std::size_t first = i; i < std::min(count, first + 8); ++i) signs |= load_at<std::uint32_t>(input.sum(), 4 * i) >> 31 << (i - first);
+    packed[byte] = static_cast<std::uint8_t>(signs);
+  }
+  if constexpr (has_residual) {
+    for_lanes(count, [&](auto lanes, std::size_t at) PYCOMM_INLINE {
+      using W = decltype(lanes);
+      using U = typename W::template Of<std::uint32_t>;
+      const auto x = load_floats<W>(input.sum(), at);
+      const U sent = (bit_cast<U>(x) & 0x80000000u) | bit_cast<std::uint32_t>(scale);
+      store_at(input.residual, 4 * at, x - bit_cast<typename W::template Of<float>>(sent));
+    });
+  }
 }
 
 // Bytes of one code each -> `bits` for each; `count` codes, and zeros up to a multiple of 8, are there.
@@ -153,12 +165,9 @@ void pack_codes(std::uint8_t* packed, const std::uint8_t* codes, std::size_t cou
     if constexpr (bits == 4) {
       const auto two = load_at<std::uint16_t>(codes, 2 * i);
       packed[i] = static_cast<std::uint8_t>((two & kMask) | (two >> 4 & 0xF0));
-    } else if constexpr (bits == 2) {
+    } else {
       const std::uint32_t four = load_at<std::uint32_t>(codes, 4 * i) & 0x03030303u;
       packed[i] = static_cast<std::uint8_t>(four | four >> 6 | four >> 12 | four >> 18);
-    } else {
-      const std::uint64_t eight = load_at<std::uint64_t>(codes, 8 * i) & 0x0101010101010101u;
-      packed[i] = static_cast<std::uint8_t>(eight * 0x0102040810204080u >> 56);
     }
   }
 }
@@ -259,10 +268,10 @@ struct Quantizer {
     const float scale = scales[i], inverse = inverses[i];
     const Input<has_residual> input = input_at(begin);
     if (differs(scale, scale)) {
-      std::memset(codes + at, 0, count);
+      kIsSign ? std::memset(packed + at / 8, 0, (count + 7) / 8) : std::memset(codes + at, 0, count);
       if constexpr (has_residual) std::memset(input.residual, 0, 4 * count);
     } else if constexpr (kIsSign) {
-      encode_signs(input, codes + at, count, scale);
+      encode_signs(input, packed + at / 8, count, scale);  // blocks are of 32 elements, so they begin at a byte
     } else {
       const auto scale_at = [scale, inverse](std::size_t) PYCOMM_INLINE { return BlockScale<Scalar>{scale, inverse, 0}; };
       encode_elements<typename Format::Code, stochastic>(input, codes + at, count, scale_at, drawn + at);
@@ -282,8 +291,10 @@ struct Quantizer {
     unsigned char* const to = job.payload + layout.codes_offset + layout.code_bytes(begin);
     constexpr int bits = kCodeBits[static_cast<int>(Format::kFormat)];
     if constexpr (bits == 8) return put_bytes(to, codes, count, job.is_streamed);
-    std::memset(codes + count, 0, -count % 8);
-    if constexpr (bits != 8) pack_codes<bits>(packed, codes, count);
+    if constexpr (bits == 2 || bits == 4) {
+      std::memset(codes + count, 0, -count % 8);
+      pack_codes<bits>(packed, codes, count);
+    }
     put_bytes(to, packed, layout.code_bytes(count), job.is_streamed);
   }
 

@@ -52,14 +52,16 @@ struct Input {
 
   template <std::size_t numel>
   PYCOMM_HD void fetch_in_first_pass(std::size_t i) const {
-    if (!has_residual && !ahead.by_pages()) fetch<numel, 1>(i);
+    if (kBothAsk && !ahead.by_pages()) fetch<numel, 1>(i);
   }
   template <std::size_t numel>
   PYCOMM_HD void fetch_in_second_pass(std::size_t i) const {
-    fetch<numel, has_residual ? 1 : 2>(i);
+    fetch<numel, kBothAsk ? 2 : 1>(i);
   }
 
  private:
+  static constexpr bool kBothAsk = PYCOMM_VECTOR_BYTES == 64 && !has_residual;
+
   template <std::size_t numel, std::size_t chunks>
   PYCOMM_HD void fetch(std::size_t i) const {
     ahead.fetch<4 * numel, 4 * kChunk * chunks>(flat + i);
@@ -106,19 +108,25 @@ template <bool has_residual>
 float sum_magnitudes(const Input<has_residual> input, std::size_t count) {  // a copy: no store can change it
   using I = typename Floats::Of<std::int32_t>;
   using V = typename Floats::Of<float>;
-  constexpr std::size_t kRegisters = kSumLanes / kLanesOfFloat;
-  alignas(64) float lanes[kSumLanes];
-  V sums[kRegisters] = {};
+  constexpr std::size_t kAtOnce = 8 * kLanesOfFloat;  // AVX2 has no registers for the sums of all lanes: it goes over a chunk twice
+  alignas(64) float lanes[kSumLanes] = {};
   std::size_t i = 0;
-  for (; i + kSumLanes <= count; i += kSumLanes) {
-    input.template fetch_in_first_pass<kSumLanes>(i);
-#pragma GCC unroll 32
-    for (std::size_t k = 0; k < kRegisters; ++k) {
-      const I bits = read_bits<Floats, has_residual>(input.flat, input.residual, i + k * kLanesOfFloat) & 0x7FFFFFFF;
-      sums[k] = sums[k] + bit_cast<V>(bits);
+  for (const std::size_t whole = count - count % kSumLanes; i < whole;) {
+    const std::size_t begin = i, end = std::min(whole, begin + kChunk);
+    for (std::size_t lane = 0; lane < kSumLanes; lane += kAtOnce) {
+      V sums[8];
+      for (int k = 0; k < 8; ++k) sums[k] = load_floats<Floats>(lanes, lane + k * kLanesOfFloat);
+      for (i = begin; i < end; i += kSumLanes) {
+        input.template fetch_in_first_pass<kAtOnce>(i + lane);
+#pragma GCC unroll 8
+        for (std::size_t k = 0; k < 8; ++k) {
+          const I bits = read_bits<Floats, has_residual>(input.flat, input.residual, i + lane + k * kLanesOfFloat) & 0x7FFFFFFF;
+          sums[k] = sums[k] + bit_cast<V>(bits);
+        }
+      }
+      for (int k = 0; k < 8; ++k) store_at(lanes, 4 * (lane + k * kLanesOfFloat), sums[k]);
     }
   }
-  std::memcpy(lanes, sums, sizeof(lanes));
   for (std::size_t lane = 0; i < count; ++i, ++lane) {
     lanes[lane] += bit_cast<float>(read_bits<Scalar, has_residual>(input.flat, input.residual, i) & 0x7FFFFFFF);
   }
