@@ -238,8 +238,8 @@ struct Quantizer {
     }
   }
 
-  // As make_scales(), those of MX, which are so many that they are made a register at a time. Returns whether all are finite; what is
-  // behind the last is of an earlier chunk, or zeros, and counts as well.
+  // As make_scales(), those of MX, which are so many that they are made a register at a time. Returns whether all are finite, and
+  // none so large that its codes saturate; what is behind the last is of an earlier chunk, or zeros, and counts as well.
   PYCOMM_HD bool make_mx_scales(std::size_t block, std::size_t begin, std::size_t end) {
     std::size_t found = 0;
     for (std::size_t at = begin; at < end; at += kLeastBlock) {  // of a whole block the compiler knows the length
@@ -256,7 +256,8 @@ struct Quantizer {
       store_codes<Floats>(stored, i, bit_cast<I>(made.stored));
     }
     std::memcpy(job.payload + block, stored, found);
-    return largest_lane(largest) < kInfinityBits;
+    constexpr int kLargestScaled = 254 << 23 | (Format::Code::kLargestBits & 0x7FFFFF);  // of more there is no power of two that is enough
+    return largest_lane(largest) <= kLargestScaled;
   }
 
   void draw([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t count) {
@@ -278,12 +279,12 @@ struct Quantizer {
     }
   }
 
-  // As encode(), the blocks of a chunk of MX, all of which are finite: as one, so that four registers are narrowed together.
+  // As encode(), the blocks of a chunk of MX, if make_mx_scales() says so: as one, so that four registers are narrowed together.
   PYCOMM_HD void encode_mx(std::size_t begin, std::size_t end) {
     const auto scale_at = [this](std::size_t i) PYCOMM_INLINE {
       return BlockScale<Scalar>{scales[i / kLeastBlock], inverses[i / kLeastBlock], 0};
     };
-    encode_elements<typename Format::Code, stochastic>(input_at(begin), codes, end - begin, scale_at, drawn);
+    encode_elements<typename Format::Code::Bounded, stochastic>(input_at(begin), codes, end - begin, scale_at, drawn);
   }
 
   // Writes codes[0, count) where those of element `begin` belong.
