@@ -52,7 +52,6 @@ inline QuantizeJob quantize_job(std::uintptr_t payload, std::size_t payload_byte
   job.seed = seed, job.offset = offset;
   job.format = static_cast<PayloadFormat>(format);
   job.is_stochastic = is_stochastic;
-  job.is_streamed = streams(4 * numel + payload_bytes);
   job.numel = numel, job.block_numel = block_numel;
   return job;
 }
@@ -66,17 +65,18 @@ inline DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std:
   job.factor = factor;
   job.format = static_cast<PayloadFormat>(format);
   job.is_added = is_added;
-  job.is_streamed = is_part || (!is_added && streams(4 * numel + payload_bytes));
+  job.is_streamed = is_part;
   job.numel = numel, job.block_numel = block_numel;
   return job;
 }
 
 // Runs `kernel` on parts of the job's blocks, in the caller's threads.
 template <class Job>
-void run_on_cpu(void (*kernel)(const Job&), const Job& job) {
+void run_on_cpu(void (*kernel)(const Job&), Job job) {
   const WithoutGil released;
-  const std::size_t blocks = PayloadLayout(job.format, job.numel, job.block_numel).num_blocks;
-  run_in_pool(blocks, job.block_numel, [kernel, &job](std::size_t first, std::size_t last) {
+  const PayloadLayout layout(job.format, job.numel, job.block_numel);
+  if (streams(4 * job.numel + layout.bytes)) job.is_streamed = true;
+  run_in_pool(layout.num_blocks, job.block_numel, [kernel, &job](std::size_t first, std::size_t last) {
     Job part = job;
     part.first_block = first, part.last_block = last;
     kernel(part);

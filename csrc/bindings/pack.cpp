@@ -141,7 +141,6 @@ class Packer {
   static void move(const PackPart& bucket, const std::vector<PackPart>& parts, float scale) {
     PackJob job = job_of(bucket, parts, scale);
     const std::size_t bytes = bucket.numel * kPackItemBytes[static_cast<int>(bucket.type)];
-    job.is_streamed = streams(2 * bytes);
     const auto body = [&job](std::size_t begin, std::size_t end) {
       PackJob range = job;
       range.begin = begin, range.end = end;
@@ -149,6 +148,7 @@ class Packer {
     };
     if (bytes < kUnlockedBytes) return body(0, bucket.numel);
     const WithoutGil released;
+    job.is_streamed = streams(2 * bytes);
     run_in_pool(bucket.numel, 1, body);
   }
 
