@@ -70,7 +70,7 @@ inline DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std:
   return job;
 }
 
-// Runs `kernel` on parts of the job's blocks, in the caller's threads.
+// Runs `kernel` on parts of the job's blocks, in the caller's threads. What it writes goes past the caches if they would not hold it.
 template <class Job>
 void run_on_cpu(void (*kernel)(const Job&), Job job) {
   const WithoutGil released;

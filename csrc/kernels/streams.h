@@ -11,7 +11,7 @@ namespace pycomm {
 // dequantize 1 Mi, 4 MiB, in 0.6 of the time by plain stores. The bound is where all that a kernel reads and writes no longer
 // fits. The sizes of caches do not tell it (virtual machines have a part of one, and may be told of several), so it is tried.
 
-// Whether a kernel that reads and writes so many bytes in all does so faster. Found out once a process, in about 20 ms, when it matters first.
+// Whether a kernel that reads and writes so many bytes in all does so faster. Found out once a process, in about 20 ms, when it first matters.
 bool streams(std::size_t bytes);
 
 }  // namespace pycomm

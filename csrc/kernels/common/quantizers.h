@@ -75,7 +75,7 @@ struct IntCode {
 // power of two may leave more, where no larger one is a scale: then a code `saturates`.
 template <class F, bool saturates>
 struct FloatCode {
-  using Bounded = FloatCode<F, false>;
+  using Bounded = FloatCode<F, false>;  // of what is known not to saturate
   static constexpr int kExponentBits = F::kExponentBits;
   static constexpr int kMantissaBits = F::kMantissaBits;
   static constexpr int kBits = F::kExponentBits + F::kMantissaBits + 1;

@@ -60,7 +60,7 @@ struct Input {
   }
 
  private:
-  static constexpr bool kBothAsk = PYCOMM_VECTOR_BYTES == 64 && !has_residual;
+  static constexpr bool kBothAsk = PYCOMM_VECTOR_BYTES == 64 && !has_residual;  // what the L1 cache has room for
 
   template <std::size_t numel, std::size_t chunks>
   PYCOMM_HD void fetch(std::size_t i) const {
