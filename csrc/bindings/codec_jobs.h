@@ -11,7 +11,6 @@
 #include <string>
 
 #include "../kernels/quantize.h"
-#include "../kernels/streams.h"
 #include "../kernels/topk.h"
 #include "gil.h"
 #include "pool.h"
@@ -70,12 +69,12 @@ inline DequantizeJob dequantize_job(std::uintptr_t flat, std::size_t numel, std:
   return job;
 }
 
-// Runs `kernel` on parts of the job's blocks, in the caller's threads. What it writes goes past the caches if they would not hold it.
+// Runs `kernel` on parts of the job's blocks, in the caller's threads.
 template <class Job>
 void run_on_cpu(void (*kernel)(const Job&), Job job) {
   const WithoutGil released;
   const PayloadLayout layout(job.format, job.numel, job.block_numel);
-  if (streams(4 * job.numel + layout.bytes)) job.is_streamed = true;
+  if (4 * job.numel + layout.bytes >= kStreamedBytes) job.is_streamed = true;
   run_in_pool(layout.num_blocks, job.block_numel, [kernel, &job](std::size_t first, std::size_t last) {
     Job part = job;
     part.first_block = first, part.last_block = last;

@@ -59,7 +59,7 @@ std::optional<std::pair<std::size_t, std::size_t>> scatter_sum_on_cpu(std::uintp
   }
   run_in_pool(numel, 1, [flat, numel, &parts](std::size_t first, std::size_t last) {
     std::vector<SparsePart> mine = parts;
-    scatter_sum(reinterpret_cast<float*>(flat), first, last, mine.data(), mine.size(), streams(4 * numel));
+    scatter_sum(reinterpret_cast<float*>(flat), first, last, mine.data(), mine.size(), 4 * numel >= kStreamedBytes);
   });
   return std::nullopt;
 }

@@ -1,7 +1,6 @@
 // pycomm._native.Packer: lists of torch tensors <-> a bucket. Reads the tensors through DLPack's C ABI, because asking
 // each of them from Python for its address, shape and type takes longer than to copy a small one.
 #include "../kernels/pack.h"
-#include "../kernels/streams.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -148,7 +147,7 @@ class Packer {
     };
     if (bytes < kUnlockedBytes) return body(0, bucket.numel);
     const WithoutGil released;
-    job.is_streamed = streams(2 * bytes);
+    job.is_streamed = 2 * bytes >= kStreamedBytes;
     run_in_pool(bucket.numel, 1, body);
   }
 

@@ -4,7 +4,6 @@
 #include "kernels/pack.h"
 #include "kernels/quantize.h"
 #include "kernels/reduce.h"
-#include "kernels/streams.h"
 #include "kernels/topk.h"
 
 #include <algorithm>
@@ -205,7 +204,6 @@ int main() {
   for (const std::size_t numel : {1, 7, 33, 1500}) {
     for (const bool is_streamed : {false, true}) test_pack(numel, is_streamed);
   }
-  if (streams(4u << 20) || !streams(32u << 20)) ++failures, std::printf("what a cache holds is written past it, or what none holds is not\n");
   constexpr int kDamaged = 1000000;
   test_damaged_payloads(kDamaged);
   std::printf("%d damaged payloads, %d failures\n", kDamaged, failures);
