@@ -109,13 +109,14 @@ float sum_magnitudes(const Input<has_residual> input, std::size_t count) {  // a
   using I = typename Floats::Of<std::int32_t>;
   using V = typename Floats::Of<float>;
   constexpr std::size_t kAtOnce = 8 * kLanesOfFloat;  // AVX2 has no registers for the sums of all lanes: it goes over a chunk twice
-  alignas(64) float lanes[kSumLanes] = {};
+  alignas(64) float lanes[kSumLanes];  // written by the first chunk
+  if (count < kSumLanes) std::memset(lanes, 0, sizeof(lanes));
   std::size_t i = 0;
   for (const std::size_t whole = count - count % kSumLanes; i < whole;) {
     const std::size_t begin = i, end = std::min(whole, begin + kChunk);
     for (std::size_t lane = 0; lane < kSumLanes; lane += kAtOnce) {
-      V sums[8];
-      for (int k = 0; k < 8; ++k) sums[k] = load_floats<Floats>(lanes, lane + k * kLanesOfFloat);
+      V sums[8] = {};
+      for (int k = 0; k < 8 && begin > 0; ++k) sums[k] = load_floats<Floats>(lanes, lane + k * kLanesOfFloat);
       for (i = begin; i < end; i += kSumLanes) {
         input.template fetch_in_first_pass<kAtOnce>(i + lane);
 #pragma GCC unroll 8
