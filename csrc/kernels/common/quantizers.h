@@ -182,6 +182,9 @@ PYCOMM_HD typename W::template Of<float> mx_scale(typename W::template Of<std::u
   return bit_cast<typename W::template Of<float>>(select(stored == 255, W::template splat<std::uint32_t>(kNaNBits), bits));
 }
 
+// The bits of the largest amax for which there is a power of two that leaves no code to saturate: make_mx_scale()'s bound.
+PYCOMM_HD constexpr int largest_mx_amax(int largest_bits) { return 254 << 23 | (largest_bits & 0x7FFFFF); }
+
 template <class W>
 PYCOMM_HD BlockScale<W> make_mx_scale(typename W::template Of<std::int32_t> amax, int largest_bits) {
   using I = typename W::template Of<std::int32_t>;

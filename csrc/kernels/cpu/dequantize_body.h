@@ -8,15 +8,15 @@ namespace pycomm::PYCOMM_ISA {
 // `bits` for each code -> a byte each; of integers with the sign, as an int8. Writes up to 7 codes more than `count`.
 template <int bits, bool is_integer>
 void spread_codes(std::uint8_t* codes, const std::uint8_t* packed, std::size_t count) {
-  constexpr unsigned kSign = is_integer ? 1 << (bits - 1) : 0, kAbove = 256 - (1 << bits);
+  constexpr unsigned kSign = is_integer ? 1 << (bits - 1) : 0, kAbove = (256 - (1 << bits)) >> (bits - 1);  // what makes of a sign all bits above the code
   const std::size_t bytes = (count * bits + 7) / 8;
   for (std::size_t i = 0; i < bytes; ++i) {
     if constexpr (bits == 4) {
       const unsigned one = packed[i], two = (one | one << 4) & 0x0F0F, signs = two & kSign * 0x0101;
-      store_at(codes, 2 * i, static_cast<std::uint16_t>(two | signs * (kAbove / 8)));
+      store_at(codes, 2 * i, static_cast<std::uint16_t>(two | signs * kAbove));
     } else {
       const std::uint32_t one = packed[i], four = (one | one << 6 | one << 12 | one << 18) & 0x03030303u, signs = four & kSign * 0x01010101;
-      store_at(codes, 4 * i, static_cast<std::uint32_t>(four | signs * (kAbove / 2)));
+      store_at(codes, 4 * i, static_cast<std::uint32_t>(four | signs * kAbove));
     }
   }
 }

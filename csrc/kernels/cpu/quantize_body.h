@@ -256,8 +256,7 @@ struct Quantizer {
       store_codes<Floats>(stored, i, bit_cast<I>(made.stored));
     }
     std::memcpy(job.payload + block, stored, found);
-    constexpr int kLargestScaled = 254 << 23 | (Format::Code::kLargestBits & 0x7FFFFF);  // of more there is no power of two that is enough
-    return largest_lane(largest) <= kLargestScaled;
+    return largest_lane(largest) <= largest_mx_amax(Format::Code::kLargestBits);
   }
 
   void draw([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t count) {

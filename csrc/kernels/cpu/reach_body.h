@@ -108,24 +108,24 @@ template <bool has_residual>
 float sum_magnitudes(const Input<has_residual> input, std::size_t count) {  // a copy: no store can change it
   using I = typename Floats::Of<std::int32_t>;
   using V = typename Floats::Of<float>;
-  constexpr std::size_t kAtOnce = 8 * kLanesOfFloat;  // AVX2 has no registers for the sums of all lanes: it goes over a chunk twice
+  constexpr std::size_t kSums = 8, kAtOnce = kSums * kLanesOfFloat;  // AVX2 has no registers for all lanes: it goes over a chunk twice
   alignas(64) float lanes[kSumLanes];  // written by the first chunk
   if (count < kSumLanes) std::memset(lanes, 0, sizeof(lanes));
   std::size_t i = 0;
   for (const std::size_t whole = count - count % kSumLanes; i < whole;) {
     const std::size_t begin = i, end = std::min(whole, begin + kChunk);
     for (std::size_t lane = 0; lane < kSumLanes; lane += kAtOnce) {
-      V sums[8] = {};
-      for (int k = 0; k < 8 && begin > 0; ++k) sums[k] = load_floats<Floats>(lanes, lane + k * kLanesOfFloat);
+      V sums[kSums] = {};
+      for (std::size_t k = 0; k < kSums && begin > 0; ++k) sums[k] = load_floats<Floats>(lanes, lane + k * kLanesOfFloat);
       for (i = begin; i < end; i += kSumLanes) {
         input.template fetch_in_first_pass<kAtOnce>(i + lane);
 #pragma GCC unroll 8
-        for (std::size_t k = 0; k < 8; ++k) {
+        for (std::size_t k = 0; k < kSums; ++k) {
           const I bits = read_bits<Floats, has_residual>(input.flat, input.residual, i + lane + k * kLanesOfFloat) & 0x7FFFFFFF;
           sums[k] = sums[k] + bit_cast<V>(bits);
         }
       }
-      for (int k = 0; k < 8; ++k) store_at(lanes, 4 * (lane + k * kLanesOfFloat), sums[k]);
+      for (std::size_t k = 0; k < kSums; ++k) store_at(lanes, 4 * (lane + k * kLanesOfFloat), sums[k]);
     }
   }
   for (std::size_t lane = 0; i < count; ++i, ++lane) {
