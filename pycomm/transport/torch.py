@@ -70,7 +70,6 @@ _REDUCES_ANYWHERE = dict.fromkeys((*_FLOATS, torch.int32, torch.int64), frozense
 
 # Of ProcessGroup and Backend alike; the names with _base have newer ones, which torch 2.11 and 2.12 lack.
 _METHODS = {
-    "all_reduce": "allreduce",
     "reduce": "reduce",
     "reduce_scatter_single": "_reduce_scatter_base",
     "broadcast": "broadcast",
@@ -181,9 +180,13 @@ class TorchTransport(WatchedTransport):
     ) -> None:
         if output is not input:
             output.copy_(input)
-        options = _options(c10d.AllreduceOptions(), reduceOp=_torch_op(op))
-        self.run("all_reduce", timeout_s, [_as_real(output)], options)
+        self._all_reduce(output, op, "all_reduce", timeout_s)
         self._divide(output, op)
+
+    def _all_reduce(self, flat: torch.Tensor, op: ReduceOp, verb: str, timeout_s: float | None) -> None:
+        """torch's all_reduce of ``flat``, in place, for a call of ``verb``."""
+        options = _options(c10d.AllreduceOptions(), reduceOp=_torch_op(op))
+        self.run(verb, timeout_s, [_as_real(flat)], options, method="allreduce")
 
     def reduce(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, root: int, timeout_s: float | None
@@ -198,8 +201,15 @@ class TorchTransport(WatchedTransport):
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, factor: float, timeout_s: float | None
     ) -> None:
-        options = _options(c10d.ReduceScatterOptions(), reduceOp=_torch_op(op))
-        self.run("reduce_scatter_single", timeout_s, _as_real(output), _as_real(input), options)
+        if self.backends.get(input.device.type) == "gloo":
+            # torch's own is an all_reduce of a copy, too. But who waits for that waits to its end, however short the
+            # slice that he asks for, and cannot look who lives.
+            whole, numel = input.clone(), output.numel()
+            self._all_reduce(whole, op, "reduce_scatter_single", timeout_s)
+            output.copy_(whole[self.rank * numel : (self.rank + 1) * numel])
+        else:
+            options = _options(c10d.ReduceScatterOptions(), reduceOp=_torch_op(op))
+            self.run("reduce_scatter_single", timeout_s, _as_real(output), _as_real(input), options)
         self._divide(output, op)
 
     def _divide(self, output: torch.Tensor, op: ReduceOp) -> None:
@@ -296,9 +306,11 @@ class TorchTransport(WatchedTransport):
             return self.failed(doing, self.watch.explain(self.calls, peer))
         return TransportError(f"{place}: failed in torch.distributed: {text}; the group is broken, make a new one")
 
-    def run(self, verb: str, timeout_s: float | None, *arguments: Any) -> None:
-        """Runs one collective of torch's to its end. Its options are the last of the arguments."""
-        start = getattr(self.open_group(), _METHODS[verb])
+    def run(self, verb: str, timeout_s: float | None, *arguments: Any, method: str | None = None) -> None:
+        """Runs one collective of torch's to its end, by ``method`` if that is not the one of ``verb``. Its options are
+        the last of the arguments.
+        """
+        start = getattr(self.open_group(), method or _METHODS[verb])
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         arguments[-1].timeout = timeout_of(limit_s)
         try:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +18,7 @@ import torch
 from laws import EVERYWHERE, MPI, RANKS, STOPPED_S, STOPS, TRANSPORTS, VICTIM, victim_of
 
 import pycomm
-from harness import check_sum, run_ranks
+from harness import check_sum, run_ranks, wait_until
 from pycomm import CollectiveTimeoutError, PeerLostError
 from pycomm.collectives.context import resolve
 from pycomm.fault import InjectedFault, fail_at, inject
@@ -141,6 +147,54 @@ def run_out_of_time(rank: int) -> None:
 @pytest.mark.parametrize("transport", EVERYWHERE)
 def test_a_timeout_is_everybodys_and_a_new_group_works(transport: str) -> None:
     run_ranks(3, run_out_of_time, transport=transport)
+
+
+def interrupt_once(is_so: Callable[[], bool]) -> None:
+    """Sends this process SIGINT a moment after that."""
+    wait_until(is_so)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def leave_each_verb(rank: int, path: str) -> None:
+    """Rank 1 agrees to a call that no frame holds, and does not come to make it: rank 0, wherever it waits, can be
+    interrupted.
+    """
+    numel = 1 << 20
+    half = slice(numel // 2)
+    for verb, call in {
+        "all_reduce": pycomm.all_reduce,
+        "reduce": partial(pycomm.reduce, dst=0),
+        "reduce_scatter_single": lambda t, **named: pycomm.reduce_scatter_tensor(t[half].clone(), t, **named),
+        "broadcast": partial(pycomm.broadcast, src=1),
+        "all_gather_single": lambda t, **named: pycomm.all_gather_into_tensor(t, t[half].clone(), **named),
+        "all_to_all_single": lambda t, **named: pycomm.all_to_all_single(t.clone(), t, **named),
+        "gather": lambda t, **named: pycomm.gather(t, [t.clone(), t.clone()] if rank == 0 else None, 0, **named),
+        "scatter": lambda t, **named: pycomm.scatter(t, [t.clone(), t.clone()] if rank == 1 else None, 1, **named),
+    }.items():
+        group = pycomm.new_group([0, 1])
+        has_agreed, has_left = Path(f"{path} {verb} agreed"), Path(f"{path} {verb} left")
+        if rank == 0:
+            threading.Thread(target=interrupt_once, args=(has_agreed.exists,), daemon=True).start()
+            with pytest.raises(KeyboardInterrupt):
+                call(torch.ones(numel), group=group)
+            has_left.touch()
+            continue
+
+        def do_not_come(*_: Any, agreed: Path = has_agreed, left: Path = has_left, **__: Any) -> None:
+            agreed.touch()
+            wait_until(left.exists)
+            raise InjectedFault("rank 0 has left")
+
+        setattr(group.transport, verb, do_not_come)
+        with pytest.raises(InjectedFault):
+            call(torch.ones(numel), group=group)
+    check_sum(pycomm.new_group([0, 1]))
+
+
+@pytest.mark.parametrize("transport", [param for param in TRANSPORTS + MPI if param.values[0] != "shm"])
+def test_a_wait_in_another_library_can_be_left_whatever_the_verb(transport: str, tmp_path: Path) -> None:
+    run_ranks(2, leave_each_verb, str(tmp_path / "left"), transport=transport)
 
 
 def come_late(rank: int) -> None:
