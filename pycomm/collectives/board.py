@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import Config
+    from .call import Call
     from .compression_wire import CompressionReport
-    from .group import Call, Group
+    from .group import Group
 
 __all__ = ["Boards", "Recorder", "boards", "disown_boards", "group_key", "keep_boards", "leave_boards", "new_boards"]
 

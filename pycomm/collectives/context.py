@@ -10,7 +10,7 @@ from ..config import seconds
 from ..errors import ConfigError
 from ..types import PremulSum, ReduceOp
 from .group import Group
-from .hooks import not_now
+from .short_cuts import not_now
 from .tensors import operator_of
 
 if TYPE_CHECKING:

@@ -10,69 +10,38 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ..algorithms._agreement import count_call
 from ..algorithms.engine import Engine
-from ..algorithms.executor import Collective
 from ..algorithms.selection import Choice, Selector
 from ..errors import ConfigError, TransportError
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
 from .board import Recorder
-from .hooks import (
-    ONCE_IDLE,
-    SHORT_CUT_MESSAGES,
-    SHORT_CUT_STARTS,
-    SHORT_CUT_VERBS,
-    CollectiveRecord,
-    as_chosen,
-    make_record,
-    not_now,
-    observed,
-)
+from .call import Call
+from .hooks import make_record
 from .observed import Observed
 from .scope import Scope, Turn, Turns
+from .short_cuts import ONCE_IDLE, SHORT_CUT_MESSAGES, SHORT_CUT_STARTS, SHORT_CUT_VERBS, as_chosen, not_now, observed
 from .short_frames import short_cuts_by_frames
 from .subgroups import Subgroups
 from .work import Work
 from .worker import Worker
 
 if TYPE_CHECKING:
-    from ..compression import Part
     from .compression_wire import CompressionReport
     from .futures import Tellers
     from .group_compression import GroupCompression
 
-__all__ = ["Call", "CollectiveRecord", "Group"]
+__all__ = ["Group"]
 
 _log = logging.getLogger("pycomm")
 _CLOSE_TIMEOUT_S = 10.0
 _BREAK_OFF_TIMEOUT_S = 5.0  # a waiting call sees within milliseconds that it is to end
-
-
-class Call(NamedTuple):
-    """One call of a verb, ready to run.
-
-    First its ``collectives``, in order, then ``finishes``; ``result`` is what its handle returns. ``is_agreed``: the
-    ranks have compared already that all make this call. ``follow_up(timeout_s)`` exchanges what depends on the results
-    of the collectives, such as what they told of sizes.
-    """
-
-    verb: str
-    collectives: Sequence[Collective]
-    finishes: Sequence[Callable[[], None] | None] = ()
-    algorithm: str | None = None
-    timeout_s: float | None = None
-    compression: Any = None  # with the tensors' ``name``, or all their ``parts``
-    name: str | None = None
-    result: Any = None
-    parts: Sequence[Part] = ()
-    is_agreed: bool = False
-    follow_up: Callable[[float], None] | None = None
 
 
 class Group(Observed):
@@ -81,10 +50,6 @@ class Group(Observed):
     Calls run in the order in which they were made: a collective with ``async_op=True`` is started by a short cut, or
     runs on the group's own worker thread, and a later call waits for it first. As a context manager it closes itself at
     the end.
-
-    The ``fast_*`` and ``start_*`` attributes are the transport's short cuts, taken by the verbs directly; they are
-    ``not_now`` while the worker thread has calls to run (the latter ``ONCE_IDLE``) or the group is closed, and those of
-    collectives also while all_reduces are being coalesced or a start hook is attached.
     """
 
     __slots__ = (
@@ -102,37 +67,11 @@ class Group(Observed):
         "_subgroups",
         "_turns",
         "_worker",
-        *(f"fast_{verb}" for verb in (*SHORT_CUT_VERBS, *SHORT_CUT_MESSAGES)),
         "name",
         "orphans",
-        *(f"start_{verb}" for verb in SHORT_CUT_STARTS),
         "timeout_s",
         "transport",
     )
-
-    fast_all_gather: Callable[..., bool]
-    fast_all_gather_single: Callable[..., bool]
-    fast_all_reduce: Callable[..., bool]
-    fast_all_to_all: Callable[..., bool]
-    fast_all_to_all_single: Callable[..., bool]
-    fast_barrier: Callable[..., bool]
-    fast_batch_isend_irecv: Callable[..., Any]
-    fast_broadcast: Callable[..., bool]
-    fast_gather: Callable[..., bool]
-    fast_irecv: Callable[..., Any]
-    fast_isend: Callable[..., Any]
-    fast_recv: Callable[..., Any]
-    fast_reduce: Callable[..., bool]
-    fast_reduce_scatter: Callable[..., bool]
-    fast_reduce_scatter_single: Callable[..., bool]
-    fast_scatter: Callable[..., bool]
-    fast_send: Callable[..., Any]
-    start_all_gather_single: Callable[..., Any]
-    start_all_reduce: Callable[..., Any]
-    start_barrier: Callable[..., Any]
-    start_broadcast: Callable[..., Any]
-    start_reduce: Callable[..., Any]
-    start_reduce_scatter_single: Callable[..., Any]
 
     def __init__(
         self,
@@ -406,7 +345,7 @@ class Group(Observed):
             hook(record)
 
     def _refresh_fast(self) -> None:
-        """Sets the ``fast_*`` attributes to the transport's short cuts if they may be taken now."""
+        """Takes the transport's short cuts if that may be now."""
         fast: dict[str, Callable[..., Any]] = {}
         is_free = self._worker.is_free and not self._is_closed
         starts = {} if is_free or self._is_closed else ONCE_IDLE
@@ -419,9 +358,7 @@ class Group(Observed):
                 if verb in offered and selector.is_always_native(as_chosen(verb))
             }
             if not self._hooks:
-                starts = {
-                    f"start_{verb}": offered.get(f"start_{verb}", not_now) for verb in SHORT_CUT_STARTS if verb in fast
-                }
+                starts = {verb: offered.get(f"start_{verb}", not_now) for verb in SHORT_CUT_STARTS if verb in fast}
             if not fast and not self._hooks:  # which are told of the algorithm
                 if self._by_frames is None:
                     self._by_frames = short_cuts_by_frames(self, self._recorder)
@@ -430,10 +367,7 @@ class Group(Observed):
             fast = {verb: observed(verb, each, self._tell, self.world_size) for verb, each in fast.items()}
         if is_free:
             fast |= {verb: each for verb, each in self.transport.fast.items() if verb in SHORT_CUT_MESSAGES}
-        for verb in (*SHORT_CUT_VERBS, *SHORT_CUT_MESSAGES):
-            setattr(self, f"fast_{verb}", fast.get(verb, not_now))
-        for verb in SHORT_CUT_STARTS:
-            setattr(self, f"start_{verb}", starts.get(f"start_{verb}", not_now))
+        self._take(fast, starts)
 
     # -- coalescing, see coalescing.py --------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from .auto_compression import STATEFUL, WARM_UP_CALLS, AutoCompression, AutoDeci
 from .compression_wire import CompressionReport, Timer, Tools, Wire, Workspace
 
 if TYPE_CHECKING:
-    from .group import Call, Group
+    from .call import Call
+    from .group import Group
 
 __all__ = ["GroupCompression"]
 

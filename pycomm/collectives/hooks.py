@@ -1,10 +1,9 @@
-"""Observers of a group: what they are told, and short cuts that tell them."""
+"""Observers of a group, and what they are told."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,18 +18,11 @@ if TYPE_CHECKING:
     from .compression_wire import CompressionReport
 
 __all__ = [
-    "ONCE_IDLE",
-    "SHORT_CUT_MESSAGES",
-    "SHORT_CUT_STARTS",
-    "SHORT_CUT_VERBS",
     "CollectiveRecord",
     "DataHook",
     "Hook",
     "StartHook",
-    "as_chosen",
     "make_record",
-    "not_now",
-    "observed",
     "unwatched",
     "watched",
 ]
@@ -64,76 +56,6 @@ class CollectiveRecord(NamedTuple):
 Hook = Callable[[CollectiveRecord], None]
 StartHook = Callable[[str, int], Callable[[], None] | None]  # of verb and seq; what it returns is called at the end
 DataHook = Callable[["Collective", bool], None]  # a collective, and whether it is complete
-
-# The arguments of a short cut that say how much it moves, and how it reduces; None where there is none.
-_LARGEST_AND_OP: dict[str, tuple[int | None, int | None]] = {
-    "all_reduce": (0, 1),
-    "broadcast": (0, None),
-    "all_gather_single": (0, None),
-    "reduce_scatter_single": (1, 2),
-    "barrier": (None, None),
-    "reduce": (0, 2),
-    "all_to_all_single": (0, None),
-    "gather": (0, None),
-    "scatter": (0, None),
-    "all_gather": (1, None),
-    "reduce_scatter": (0, 2),
-    "all_to_all": (0, None),
-}
-SHORT_CUT_VERBS = tuple(_LARGEST_AND_OP)
-SHORT_CUT_MESSAGES = ("batch_isend_irecv", "irecv", "isend", "recv", "send")  # of which hooks are not told
-# What one may start, to be waited for later; while hooks are attached nobody does.
-SHORT_CUT_STARTS = ("all_gather_single", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter_single")
-_ON_LISTS = ("all_gather", "reduce_scatter", "all_to_all")
-_OF_ONE_RANK = ("gather", "scatter", *_ON_LISTS)  # that argument, or the first tensor of it, is one rank's part
-
-
-def not_now(*_arguments: object) -> bool:
-    """The short cut that is never taken: stands in a group's ``fast_*`` and ``start_*`` while it may take no other."""
-    return False
-
-
-def _once_idle(verb: str) -> Callable[..., Any]:
-    """Returns what stands in a group's ``start_*`` while its worker thread has calls to run: once it has run them, the
-    next call is started again. Its last argument is the group.
-    """
-
-    def start(*arguments: Any) -> Any:
-        group = arguments[-1]
-        return group.is_idle and getattr(group, f"start_{verb}")(*arguments)
-
-    return start
-
-
-ONCE_IDLE = {f"start_{verb}": _once_idle(verb) for verb in SHORT_CUT_STARTS}
-
-
-def as_chosen(verb: str) -> str:
-    """Returns the verb for which the algorithm of ``verb`` is chosen: lists go as one tensor does."""
-    return f"{verb}_single" if verb in _ON_LISTS else verb
-
-
-def observed(verb: str, fast: Callable[..., bool], tell: Callable[..., None], world_size: int) -> Callable[..., bool]:
-    """Returns the short cut ``fast`` with a stop watch: where it was taken, ``tell`` learns of it (see Group)."""
-    largest, op = _LARGEST_AND_OP[verb]
-
-    def watched(*arguments: Any) -> bool:
-        start_ns = time.perf_counter_ns()
-        if not fast(*arguments):
-            return False
-        end_ns = time.perf_counter_ns()
-        dtype, numel = torch.uint8, 0
-        if largest is not None:
-            tensor = arguments[largest][0] if verb == "all_to_all" else arguments[largest]
-            dtype, numel = tensor.dtype, tensor.numel()
-        numel *= world_size if verb in _OF_ONE_RANK else 1
-        reduce_op = None
-        if op is not None:  # the caller may have left it at its default
-            reduce_op = ReduceOp[arguments[op].name] if op < len(arguments) else ReduceOp.SUM  # or torch's
-        tell(verb, "native", dtype, reduce_op, numel, None, start_ns, end_ns)
-        return True
-
-    return watched
 
 
 def make_record(

@@ -13,8 +13,9 @@ import torch
 from ..algorithms.executor import Collective
 from ..errors import ConfigError
 from ..types import ReduceOp
+from .call import Call
 from .context import CallOptions, OpLike, parse_op, parse_options, resolve, root_rank
-from .group import Call, Group
+from .group import Group
 from .tensors import Flat, as_tensor, check_disjoint, check_in_place, flatten, joined
 from .verbs import check_op, is_plain, with_short_cut
 from .work import Work

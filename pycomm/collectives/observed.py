@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .hooks import DataHook, Hook, StartHook
+from .short_cuts import ShortCuts
 
 if TYPE_CHECKING:
-    from .group import Call
+    from .call import Call
 
 __all__ = ["Observed"]
 
 
-class Observed:
+class Observed(ShortCuts):
     """The hooks of a group. Attaching one changes which calls may take the transport's short cut."""
 
     __slots__ = ("_data_hooks", "_hooks", "_start_hooks")
@@ -30,10 +31,6 @@ class Observed:
     def is_observed(self) -> bool:
         """Whether a hook of any kind is attached."""
         return bool(self._hooks or self._start_hooks or self._data_hooks)
-
-    def _refresh_fast(self) -> None:
-        """Chooses the short cuts that may be taken now; the group does."""
-        raise NotImplementedError
 
     def add_hook(self, hook: Hook) -> None:
         """Calls ``hook(record)`` after every collective of this group from now on, in the thread that ran it."""

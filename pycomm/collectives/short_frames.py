@@ -18,7 +18,7 @@ import torch
 from ..errors import PycommError
 from ..transport._wording import CODES
 from ..types import ReduceOp
-from .hooks import as_chosen
+from .short_cuts import as_chosen
 from .tensors import operator_of
 
 if TYPE_CHECKING:

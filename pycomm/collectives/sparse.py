@@ -14,7 +14,7 @@ import torch
 from ..algorithms.executor import Collective
 from ..errors import CollectiveMismatchError, ConfigError
 from ..types import ReduceOp, dtype_of_code, dtype_of_name
-from .group import Call
+from .call import Call
 from .tensors import dtype_name, flatten
 
 if TYPE_CHECKING:

@@ -26,10 +26,11 @@ from ..ops import native
 from ..ops.reduce import reduce_supported
 from ..sizes import whole_number
 from ..types import ReduceOp
+from .call import Call
 from .context import CallOptions, OpLike, Options, parse_op, parse_options, resolve, root_rank, state
-from .group import Call, Group
-from .hooks import SHORT_CUT_STARTS
+from .group import Group
 from .lazy_work import StartedWork
+from .short_cuts import SHORT_CUT_STARTS
 from .sparse import all_reduce_sparse
 from .tensors import TORCH_OPERATORS, Flat, as_tensor, check_in_place, flatten
 from .work import Work

@@ -25,7 +25,8 @@ from ..collectives.context import resolve
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..collectives.group import CollectiveRecord, Group
+    from ..collectives.group import Group
+    from ..collectives.hooks import CollectiveRecord
     from ..transport import Transport
 
 __all__ = ["HOWS", "MOMENTS", "Fault", "InjectedFault", "Injection", "fail_at", "inject"]

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from ..algorithms.executor import Collective
+from ..collectives.call import Call
 from ..collectives.context import parse_op, parse_options, resolve
 from ..collectives.futures import Tellers
-from ..collectives.group import Call, Group
+from ..collectives.group import Group
 from ..collectives.tensors import as_tensor, flatten
 from ..collectives.verbs import all_gather_single, all_reduce, check_op
 from ..collectives.work import Work

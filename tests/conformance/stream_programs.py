@@ -20,7 +20,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import cases
-from programs import DTYPES, SIZES, Program, main, rank_is_out
+from program_calls import DTYPES, SIZES, rank_is_out
+from programs import Program, main
 
 import pycomm
 from pycomm import ReduceOp

@@ -10,7 +10,7 @@ import torch
 import pycomm
 from harness import run_ranks
 from pycomm import ConfigError, PeerLostError
-from pycomm.collectives.hooks import not_now
+from pycomm.collectives.short_cuts import not_now
 from pycomm.fault import InjectedFault, fail_at, inject
 
 

@@ -10,7 +10,7 @@ import torch
 
 import pycomm
 from pycomm import ConfigError, ReduceOp
-from pycomm.collectives.hooks import not_now
+from pycomm.collectives.short_cuts import not_now
 from pycomm.transport.local import LocalTransport, LocalWorld
 
 FAST = {  # how many arguments they take
