@@ -3,7 +3,8 @@
 // The ring is divided into pieces. Each end counts what has passed it and tells the other one at the end of a piece and of
 // a message, since every time costs both ends a trip of a cache line. And it waits until a piece, or what a message takes of
 // it, is whole: with less, two ends that keep pace would soon tell each other of every line. Each message begins on a
-// line of its own, so that no line is read while it is written.
+// line of its own, so that no line is read while it is written. What lies elsewhere ([Note: pieces that change hands]) counts as if it lay here, from
+// the beginning of a piece on.
 //
 // Whether to copy by blocks or by strings each end finds out by its own time, as it waits for the lines that it stores to, and for those of a
 // long message, which may lie in memory.
@@ -19,14 +20,14 @@
 
 namespace pycomm::shm {
 
-inline constexpr std::size_t kPieceBytes = 16 * 1024;
-
 class ChannelEnd {
  public:
   // A ring of whole pieces; `own` counts what has passed this end, `other` what has passed the other one.
   ChannelEnd(unsigned char* ring, std::size_t ring_bytes, std::uint64_t& own, const std::uint64_t& other)
       : ring_(ring), ring_bytes_(ring_bytes), own_(own), other_(other), at_(own), whole_(own), told_(own), seen_(load_acquire(other)) {}
 
+  // Where the next bytes lie.
+  unsigned char* here() const { return ring_ + at_ % ring_bytes_; }
   // How much of the piece is left: the most that is read or written at a time.
   std::size_t left() const { return kPieceBytes - at_ % kPieceBytes; }
   bool is_between_pieces() const { return whole_ == at_; }
@@ -39,13 +40,13 @@ class ChannelEnd {
     return true;
   }
   void go_to_next_line() { go_on(round_up(at_, kLine) - at_); }
+  void go_to_next_piece() { go_on(round_up(at_, kPieceBytes) - at_); }
   void end_message() {
     go_to_next_line();
     whole_ = at_;
   }
 
  protected:
-  unsigned char* here() const { return ring_ + at_ % ring_bytes_; }
   void go_on(std::size_t bytes) {
     at_ += bytes;
     if (at_ % kPieceBytes == 0) whole_ = at_;
@@ -75,14 +76,14 @@ class ChannelWriter : public ChannelEnd {
   using ChannelEnd::ChannelEnd;
 
   bool has_room(std::size_t bytes) {
-    const auto room = [this] { return ring_bytes_ - (at_ - seen_); };
-    if (room() >= bytes) return true;
+    if (at_ + bytes <= seen_ + ring_bytes_) return true;
     seen_ = load_acquire(other_);
-    return room() >= bytes;
+    return at_ + bytes <= seen_ + ring_bytes_;
   }
-  // A part of a long message, or of another one.
-  void write(const void* bytes, std::size_t count, bool is_long = false) {
-    copy(here(), bytes, count, is_long, [&] { copy_by_blocks(here(), bytes, count); });
+  void write(const void* bytes, std::size_t count) { write_to(here(), bytes, count, false); }
+  // To where they lie; a part of a long message, or of another one.
+  void write_to(unsigned char* place, const void* bytes, std::size_t count, bool is_long) {
+    copy(place, bytes, count, is_long, [&] { copy_by_blocks(place, bytes, count); });
     go_on(count);
   }
 };
@@ -92,26 +93,26 @@ class ChannelReader : public ChannelEnd {
   using ChannelEnd::ChannelEnd;
 
   bool has(std::size_t bytes) {
-    if (seen_ - at_ >= bytes) return true;
+    if (at_ + bytes <= seen_) return true;
     seen_ = load_acquire(other_);
-    return seen_ - at_ >= bytes;
+    return at_ + bytes <= seen_;
   }
   // Whether more has come than was read. Asks for the line in which it would be.
   bool has_any() const {
     __builtin_prefetch(here());
-    return load_acquire(other_) != at_;
+    return load_acquire(other_) > at_;
   }
-  void read(void* bytes, std::size_t count, bool is_long = false) {
-    copy(bytes, here(), count, is_long, [&] { keep_by_blocks(bytes, here(), count); });
+  void read(void* bytes, std::size_t count) { read_from(here(), bytes, count, false); }
+  // From where they lie; a part of a long message, or of another one.
+  void read_from(const unsigned char* place, void* bytes, std::size_t count, bool is_long) {
+    copy(bytes, place, count, is_long, [&] { keep_by_blocks(bytes, place, count); });
     go_on(count);
   }
   // The same past the caches; store_fence() has to follow the last one.
-  void read_past_the_caches(void* bytes, std::size_t count) {
-    copy_streamed_unfenced(bytes, here(), count);
+  void read_past_the_caches(const unsigned char* place, void* bytes, std::size_t count) {
+    copy_streamed_unfenced(bytes, place, count);
     go_on(count);
   }
-  // Asks for as many bytes of this piece as will be read next.
-  void ask_for(std::size_t bytes) const { ask_to_read(here(), std::min(bytes, left())); }
   void skip(std::size_t count) { go_on(count); }
 };
 

@@ -25,6 +25,7 @@ inline constexpr std::size_t kHugePage = 2u << 20;
 inline constexpr std::size_t kHeapBytes = (std::size_t{256} << 30) + kHugePage;
 inline constexpr std::uint64_t kAreas = 1u << 20;
 inline constexpr int kMaxRanks = 128;
+inline constexpr std::size_t kPieceBytes = 16u << 10, kPiecesEach = 16;  // of a channel; and of those that change hands, see pieces.h
 inline constexpr std::size_t kRegionBytes = 128u << 10;  // of two that two ranks swap; see swaps.h
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -95,12 +96,13 @@ struct AreaLayout {
   std::size_t ring_bytes;     // a rank's staging ring
   std::size_t window_bytes;   // the most that a rank stages at a time
   std::size_t channel_bytes;  // one point-to-point channel
+  std::size_t pieces_each;    // that each of two ranks begins with; see pieces.h
   std::size_t published, reduced, pings, made, sleepers;  // one line or two a rank
   std::size_t mail_control, mail_sleepers, mail_counters; // the same for point-to-point messages
   std::size_t slots, slot_stride;
   std::size_t resident;                                  // up to here every rank populates; the rest when first needed
   std::size_t rings, regions;                            // of two ranks a third ring, which both fill
-  std::size_t channels, total;
+  std::size_t channels, pieces, total;
 
   static AreaLayout of(int ranks) {
     AreaLayout at{};
@@ -139,6 +141,8 @@ struct AreaLayout {
     at.rings = take((n + (ranks == 2)) * at.ring_bytes, at.ring_bytes >= kHugePage ? kHugePage : kPage);
     at.regions = take(ranks == 2 ? 2 * kRegionBytes : 0, kPage);
     at.channels = take(n * n * at.channel_bytes, kPage);
+    at.pieces_each = ranks <= 8 ? kPiecesEach : 0;
+    at.pieces = take(n * n * 2 * at.pieces_each * kPieceBytes, kPage);
     at.total = round_up(end, kHugePage);
     return at;
   }

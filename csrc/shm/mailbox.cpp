@@ -45,7 +45,8 @@ Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup,
   for (int r = 0; r < ranks_; ++r) {
     outbound_.push_back({r, ChannelWriter(ring(rank_, r), at_.channel_bytes, counter(rank_, r, 0), counter(rank_, r, 1)), Offer(counter(rank_, r, 2)), {}});
     inbound_.push_back({ChannelReader(ring(r, rank_), at_.channel_bytes, counter(r, rank_, 1), counter(r, rank_, 0)), Offer(counter(r, rank_, 2)),
-                        {}, {}, {}, {}, {}, {}, {}, {}, {}});
+                        {}, {}, {}, {}, {}, {}, {}, {}, {}, {}});
+    pieces_.push_back(pieces_with(r));
   }
 }
 
@@ -65,6 +66,23 @@ void Mailbox::close() {
 
 unsigned char* Mailbox::ring(int from, int to) const {
   return area_ + at_.channels + (static_cast<std::size_t>(from) * static_cast<std::size_t>(ranks_) + static_cast<std::size_t>(to)) * at_.channel_bytes;
+}
+
+Pieces Mailbox::pieces_with(int other) const {
+  const auto n = static_cast<std::size_t>(ranks_), low = static_cast<std::size_t>(std::min(rank_, other)), high = static_cast<std::size_t>(std::max(rank_, other));
+  const std::size_t each = other == rank_ ? 0 : at_.pieces_each;
+  return Pieces(area_ + at_.pieces + (low * n + high) * 2 * at_.pieces_each * kPieceBytes, rank_ < other ? 0 : each, each);
+}
+
+void Mailbox::prepare_to_send(const Message& message) {
+  const auto populate = [this](const unsigned char* start, std::size_t bytes) { populate_(static_cast<std::size_t>(start - area_), bytes); };
+  Outbound& outbound = outbound_[message.peer];
+  if (!outbound.is_populated) populate(ring(rank_, message.peer), at_.channel_bytes);
+  outbound.is_populated = true;
+  Pieces& pieces = pieces_[message.peer];
+  if (!Pieces::may_hold(message.bytes) || pieces.has_begun()) return;
+  if (pieces.begins_with_bytes() > 0) populate(pieces.begins_with(), pieces.begins_with_bytes());
+  pieces.begin();
 }
 
 // -- starting and waiting ---------------------------------------------------------------------------------------------------
@@ -95,10 +113,8 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   store_relaxed(messages_, messages_ + 1);  // where() reads it without the lock
   if (broken_) std::rethrow_exception(broken_);
   if (message->is_send) {
-    Outbound& outbound = outbound_[message->peer];
-    if (!outbound.is_populated) populate_(static_cast<std::size_t>(ring(rank_, message->peer) - area_), at_.channel_bytes);
-    outbound.is_populated = true;
-    outbound.messages.push_back(message);
+    prepare_to_send(*message);
+    outbound_[message->peer].messages.push_back(message);
     ++sends_;
   } else {
     receives_.push_back(message);

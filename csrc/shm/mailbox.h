@@ -1,12 +1,13 @@
 // Point-to-point messages of a group: a channel, a ring of bytes, for each ordered pair of ranks.
 //
 // A message is a frame (length, tag) and its bytes, streamed through the channel of its pair, however long. The receiver
-// matches by tag; what nobody has asked for yet is set aside, so that one tag does not block another. Longer ones the
-// receiver may fetch where they lie ([Note: offers]). Bytes move when
+// matches by tag; what nobody has asked for yet is set aside, so that one tag does not block another. Some lie in memory that goes over to the
+// receiver with them ([Note: pieces that change hands]), longer ones the receiver may fetch where they lie ([Note: offers]). Bytes move when
 // somebody waits for a message of this mailbox, or when a helper thread of the mailbox (started by the first message that
 // does not complete at once) finds that nobody has called for a while.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -24,6 +25,7 @@
 #include "layout.h"
 #include "memory.h"
 #include "offer.h"
+#include "pieces.h"
 #include "results.h"
 #include "stores.h"
 #include "wait.h"
@@ -76,16 +78,19 @@ class Mailbox {
   void close();
 
  private:
+  // Where a message's bytes lie: in the ring; in pieces, whose Numbers follow the frame; or in the sender's memory, at a Place that follows,
+  // and in the ring if the offer comes to nothing.
+  enum class Where : std::uint32_t { kRing, kPieces, kOffered };
   struct Frame {
     std::uint64_t bytes;
     std::int32_t tag;
-    std::uint32_t is_offer;  // a Place follows, and the bytes only if the offer comes to nothing
+    Where where;
   };
   struct Place {
     Source source;
     std::uint64_t offer;     // its number
   };
-  static_assert(sizeof(Frame) + sizeof(Place) <= kLine);
+  static_assert(sizeof(Frame) + std::max(sizeof(Place), sizeof(Pieces::Numbers)) <= kLine);
   struct Aside {  // a message that arrived before it was asked for
     Frame frame;
     std::vector<unsigned char> data;
@@ -95,6 +100,8 @@ class Mailbox {
     ChannelWriter channel;
     Offer offer;
     std::deque<std::shared_ptr<Message>> messages;
+    Pieces::Numbers numbers{};        // of the first one, which lies in them if it `is_in_pieces`
+    bool is_in_pieces = false;
     bool is_populated = false;
     bool may_offer = true;            // until the kernel refuses
     ExchangeTrials trials{};
@@ -109,6 +116,7 @@ class Mailbox {
     std::optional<Result> result{};   // how they are written
     Frame frame{};
     Place place{};                    // of an offer
+    Pieces::Numbers numbers{};        // of what lies in pieces
     std::size_t moved = 0;
     std::shared_ptr<Message> target;  // where they go; if null, to `aside`, or nowhere if `is_dropped`
     bool is_dropped = false;
@@ -117,6 +125,8 @@ class Mailbox {
   };
 
   unsigned char* ring(int from, int to) const;
+  Pieces pieces_with(int other) const;
+  void prepare_to_send(const Message& message);  // allocates what that may need
   static bool is_apart(const Frame& frame);
   static std::size_t next_piece(const Message& message, const ChannelWriter& channel);
   std::shared_ptr<Message> start(std::shared_ptr<Message> message);
@@ -169,6 +179,7 @@ class Mailbox {
   Results results_;                       // of all messages; those that are on their way tell it at their end
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
+  std::vector<Pieces> pieces_;            // of this rank and each other one
   std::size_t sends_ = 0;                              // under way, of all outbounds
   std::vector<std::shared_ptr<Message>> receives_;     // under way, in the order they were started
   std::vector<int> receivers_, senders_;               // whom progress() moves bytes to and from

@@ -77,7 +77,8 @@ bool Mailbox::push(Outbound& outbound, bool by_turns) {
     while (message.moved < message.bytes) {
       const std::size_t piece = next_piece(message, channel), count = std::min(piece, most - std::min(pushed, most));
       if (count == 0 || !channel.has_room(piece)) return moved;
-      channel.write(message.data + message.moved, count, is_long(message.bytes));
+      unsigned char* const place = outbound.is_in_pieces ? pieces_[outbound.to].at(outbound.numbers, message.moved) : channel.here();
+      channel.write_to(place, message.data + message.moved, count, is_long(message.bytes));
       message.moved += count;
       pushed += count;
       moved = true;
@@ -109,9 +110,14 @@ void Mailbox::write_frame(Outbound& outbound) {
   const Going way = way_of(outbound, outbound.messages.front());
   message.is_offered = way == Going::kOffered;
   outbound.turn = way == Going::kAtOnce ? kMostAtOnce : kString;
-  const Frame frame{message.bytes, static_cast<std::int32_t>(message.tag), message.is_offered};
+  outbound.is_in_pieces = !message.is_offered && pieces_[outbound.to].take(message.bytes, outbound.numbers);
+  const Where where = message.is_offered ? Where::kOffered : outbound.is_in_pieces ? Where::kPieces : Where::kRing;
+  const Frame frame{message.bytes, static_cast<std::int32_t>(message.tag), where};
   outbound.channel.write(&frame, sizeof frame);
-  if (message.is_offered) {
+  if (outbound.is_in_pieces) {
+    outbound.channel.write(&outbound.numbers, sizeof outbound.numbers);
+    outbound.channel.go_to_next_piece();
+  } else if (message.is_offered) {
     const Place place{source_of(message.data), ++outbound.offers};
     outbound.looks = 0;
     outbound.offer.make(place.offer);
@@ -147,28 +153,31 @@ bool Mailbox::pull(int from, bool by_turns) {
     if (!inbound.is_open) {
       if (!channel.has(sizeof(Frame)) || !is_awaited(from)) return moved;
       open_inbound(from);
-      if (inbound.frame.is_offer) take_offer(from);
+      if (inbound.frame.where == Where::kOffered) take_offer(from);
       moved = true;
     }
     if (most > kPieceBytes && inbound.frame.bytes > kPieceBytes) waiter_.about_to_block();
     while (inbound.moved < inbound.frame.bytes) {
       const std::size_t piece = std::min(inbound.frame.bytes - inbound.moved, channel.left()), count = std::min(piece, most);
       if (count == 0 || !channel.has(piece)) return moved;
+      const bool is_in_pieces = inbound.frame.where == Where::kPieces;
+      const unsigned char* const place = is_in_pieces ? pieces_[from].at(inbound.numbers, inbound.moved) : channel.here();
       if (inbound.target && inbound.result->is_streamed()) {
-        channel.read_past_the_caches(inbound.target->data + inbound.moved, count);
+        channel.read_past_the_caches(place, inbound.target->data + inbound.moved, count);
       } else if (inbound.target) {
-        channel.read(inbound.target->data + inbound.moved, count, is_long(inbound.frame.bytes));
+        channel.read_from(place, inbound.target->data + inbound.moved, count, is_long(inbound.frame.bytes));
       } else if (!inbound.is_dropped) {
-        channel.read(inbound.aside.data() + inbound.moved, count);
+        channel.read_from(place, inbound.aside.data() + inbound.moved, count, false);
       } else {
         channel.skip(count);
       }
-      if (count < piece) channel.ask_for(count);
+      if (count < piece) ask_to_read(place + count, std::min(count, piece - count));
       inbound.moved += count;
       most -= count;
       moved = true;
       if (channel.is_between_pieces() && channel.tell()) waiter_.published(from);
     }
+    if (inbound.frame.where == Where::kPieces) pieces_[from].keep(inbound.frame.bytes, inbound.numbers);
     close_inbound(inbound);
     outbound_[from].trials.look();
   }
@@ -177,7 +186,10 @@ bool Mailbox::pull(int from, bool by_turns) {
 void Mailbox::open_inbound(int from) {
   Inbound& inbound = inbound_[from];
   inbound.channel.read(&inbound.frame, sizeof(Frame));
-  if (inbound.frame.is_offer) {
+  if (inbound.frame.where == Where::kPieces) {
+    inbound.channel.read(&inbound.numbers, sizeof inbound.numbers);
+    inbound.channel.go_to_next_piece();
+  } else if (inbound.frame.where == Where::kOffered) {
     inbound.channel.read(&inbound.place, sizeof(Place));
     inbound.channel.end_message();
   } else if (is_apart(inbound.frame)) {
@@ -205,7 +217,7 @@ void Mailbox::open_inbound(int from) {
   const auto target = inbound.target;
   accept(*target, inbound.frame, from);
   if (!target->is_done) {
-    if (!inbound.frame.is_offer) inbound.result.emplace(results_.of(target->data, target->bytes, target->bytes)).begin();
+    if (inbound.frame.where != Where::kOffered) inbound.result.emplace(results_.of(target->data, target->bytes, target->bytes)).begin();
     return;
   }
   inbound.is_dropped = true;  // lengths differ: the bytes go nowhere

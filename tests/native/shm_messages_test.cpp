@@ -36,6 +36,42 @@ void around_the_end(int rank, Group& group) {
   for (const auto& message : sends) group.mailbox().wait(message, kTimeoutNs);
 }
 
+// Of lengths around those of pieces: there and back; to each other; one way until the sender has no pieces left, then back, more than it began
+// with; and some that nobody has asked for when they come.
+void in_pieces(int rank, Group& group) {
+  const int peer = rank ^ 1;
+  if (peer >= group.ranks()) return;
+  const bool is_first = rank < peer;
+  const auto numel_of = [](std::size_t bytes) { return bytes / sizeof(float); };
+  const auto take = [&](std::size_t numel, std::int64_t tag, const char* what) { expect(same(receive(group, numel, peer, tag), input_of(peer, numel)), what); };
+  for (int round = 0; round < 3; ++round) {
+    for (const std::size_t bytes : {kPieceBytes / 8 - 4, kPieceBytes / 8, kPieceBytes - 4, kPieceBytes, kPieceBytes + 4, 3 * kPieceBytes + 400, kPiecesEach * kPieceBytes,
+                                    kPiecesEach * kPieceBytes + 4, 2 * kPiecesEach * kPieceBytes, 2 * kPiecesEach * kPieceBytes + 4}) {
+      const std::size_t numel = numel_of(bytes);
+      const std::vector<float> data = input_of(rank, numel);
+      if (is_first) send(group, data, peer, 11);
+      take(numel, 11, "there and back");
+      if (!is_first) send(group, data, peer, 11);
+      const auto message = group.mailbox().send(data.data(), bytes, peer, 12);
+      take(numel, 12, "to each other");
+      group.mailbox().wait(message, kTimeoutNs);
+    }
+    for (const bool first_sends : {true, false}) {
+      for (std::size_t i = 0; i < 3 * kPiecesEach; ++i) {
+        const std::size_t numel = 600 + 997 * i;
+        if (is_first == first_sends) send(group, input_of(rank, numel), peer, 13);
+        else take(numel, 13, "one way");
+      }
+    }
+    const std::vector<float> one = input_of(rank, 5000), other = input_of(rank, 9001);
+    const auto before = group.mailbox().send(one.data(), one.size() * sizeof(float), peer, 14);
+    const auto after = group.mailbox().send(other.data(), other.size() * sizeof(float), peer, 15);
+    take(9001, 15, "past one that is set aside");
+    take(5000, 14, "one that was set aside");
+    group.mailbox().wait(before, kTimeoutNs), group.mailbox().wait(after, kTimeoutNs);
+  }
+}
+
 void by_tag(int rank, Group& group) {
   if (rank == 0) {
     for (int tag = 0; tag < 5; ++tag) send(group, input_of(tag, 1000 + static_cast<std::size_t>(tag)), 1, tag);
@@ -127,7 +163,7 @@ void test_messages() {
   for (const int ranks : {2, 3}) {
     Host host(ranks);
     run("messages", host, [](int rank, Group& group) {
-      for (const auto part : {around_the_end, by_tag, from_anyone, to_oneself, of_wrong_length, from_two_threads, by_the_helper}) {
+      for (const auto part : {around_the_end, in_pieces, by_tag, from_anyone, to_oneself, of_wrong_length, from_two_threads, by_the_helper}) {
         part(rank, group);
         group.barrier({Verb::kBarrier});
       }
