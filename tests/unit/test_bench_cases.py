@@ -31,6 +31,7 @@ def simulate(verb: str, inputs: list[np.ndarray], rank: int, root: int) -> np.nd
         "scatter": lambda: parts[root][rank].copy(),
         "all_to_all": lambda: np.concatenate([p[rank] for p in parts]),
         "sendrecv": lambda: inputs[(rank - 1) % world_size].copy(),
+        "send": lambda: inputs[root].copy() if rank == (root + 1) % world_size else None,
     }
     result: np.ndarray | None = results[verb]()
     return result

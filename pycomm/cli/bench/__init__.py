@@ -30,6 +30,7 @@ examples:
 private buffers: calls back to back, 2 to 16 buffers in turn (64 MiB a rank or more for messages of 4 MiB and up).
 shared buffers: in the segment that the ranks share (pycomm.empty(..., shared=True)), the input written anew before each
 call, the time of the call alone; peers do the same with buffers of their own.
+sendrecv: every rank to the next one at once. send: one message at a time, from rank to rank; of two, half a round trip.
 """
 
 

@@ -34,7 +34,6 @@ class Verb:
     input_is_whole: bool = True
     output_is_whole: bool = True
     places: tuple[str, ...] = ("in", "out")
-    has_root: bool = False
     reduces: bool = False
     has_async: bool = True  # a form that returns a handle
     is_partial: bool = False  # some buffer holds a part for each rank, so that numel must be a multiple of world_size
@@ -44,12 +43,13 @@ VERBS: dict[str, Verb] = {
     "all_reduce": Verb(reduces=True),
     "all_gather": Verb(input_is_whole=False, places=("out", "in"), is_partial=True),
     "reduce_scatter": Verb(output_is_whole=False, places=("out", "in"), reduces=True, is_partial=True),
-    "broadcast": Verb(places=("in",), has_root=True),
-    "reduce": Verb(places=("in",), has_root=True, reduces=True),
+    "broadcast": Verb(places=("in",)),
+    "reduce": Verb(places=("in",), reduces=True),
     "all_to_all": Verb(places=("out",), is_partial=True),
-    "gather": Verb(input_is_whole=False, places=("out",), has_root=True, is_partial=True),
-    "scatter": Verb(output_is_whole=False, places=("out",), has_root=True, is_partial=True),
+    "gather": Verb(input_is_whole=False, places=("out",), is_partial=True),
+    "scatter": Verb(output_is_whole=False, places=("out",), is_partial=True),
     "sendrecv": Verb(places=("out",), has_async=False),
+    "send": Verb(places=("out",), has_async=False),  # from the root to the next rank, the next root
     "barrier": Verb(places=("in",)),
 }
 
@@ -131,6 +131,8 @@ def expected_blocks(case: Case, rank: int, world_size: int, root: int) -> list[V
             return [np.roll(values, -rank * part) for values in own]
         case "sendrecv":
             return [own[(rank - 1) % world_size]]
+        case "send":
+            return [own[root]] if rank == (root + 1) % world_size else None
         case _:
             return None
 

@@ -54,6 +54,12 @@ class Library(ABC):
         Raises UnsupportedCaseError if the library cannot do it.
         """
 
+    def neighbours(self) -> tuple[int, int]:
+        """Returns the ranks after and before this one. Raises UnsupportedCaseError if there is no other."""
+        if self.world_size == 1:
+            raise UnsupportedCaseError("a message needs two ranks")
+        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+
     @abstractmethod
     def barrier(self) -> None:
         """Waits until every rank is here."""

@@ -107,15 +107,28 @@ class MPILibrary(Library):
                 return comm.Scatter, (spec(input, world_size) if is_root else None, spec(output), root)
             case "sendrecv":
                 return self._sendrecv(spec(input), spec(output))
+            case "send":
+                return self._send(spec(input), spec(output), root)
             case "barrier":
                 return comm.Barrier, ()
             case _:
                 raise UnsupportedCaseError(f"no MPI call is written for {case.verb}")
 
     def _sendrecv(self, source: list[Any], target: list[Any]) -> Call:
-        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        sendrecv = self.comm.Sendrecv
+        (after, before), sendrecv = self.neighbours(), self.comm.Sendrecv
         return (lambda s, t: sendrecv(s, after, 0, t, before, 0)), (source, target)
+
+    def _send(self, source: list[Any], target: list[Any], root: int) -> Call:
+        (after, before), me = self.neighbours(), self.rank
+        send, recv = self.comm.Send, self.comm.Recv
+
+        def pass_on(source: list[Any], target: list[Any], root: int) -> None:
+            if root == me:
+                send(source, after)
+            elif root == before:
+                recv(target, before)
+
+        return pass_on, (source, target, root)
 
     def barrier(self) -> None:
         """MPI_Barrier."""

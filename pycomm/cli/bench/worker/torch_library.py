@@ -77,6 +77,8 @@ class _TorchLibrary(Library):
                 return m.scatter, (out, list(x.chunk(world_size)) if self.rank == root else None, root)
             case "sendrecv":
                 return self._sendrecv(out, x)
+            case "send":
+                return self._send(out, x, root)
             case "barrier":
                 return m.barrier, ()
             case _:
@@ -95,9 +97,7 @@ class _TorchLibrary(Library):
 
     def _sendrecv(self, out: torch.Tensor, x: torch.Tensor) -> Call:
         m: Any = self.module
-        if self.world_size == 1:
-            raise UnsupportedCaseError("sendrecv needs two ranks")
-        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        after, before = self.neighbours()
         batch = [m.P2POp(m.isend, x, after), m.P2POp(m.irecv, out, before)]
 
         def exchange(batch: list[Any]) -> None:
@@ -105,6 +105,18 @@ class _TorchLibrary(Library):
                 work.wait()
 
         return exchange, (batch,)
+
+    def _send(self, out: torch.Tensor, x: torch.Tensor, root: int) -> Call:
+        (after, before), me = self.neighbours(), self.rank
+        send, recv = self.module.send, self.module.recv
+
+        def pass_on(out: torch.Tensor, x: torch.Tensor, root: int) -> None:
+            if root == me:
+                send(x, after)
+            elif root == before:
+                recv(out, before)
+
+        return pass_on, (out, x, root)
 
     def barrier(self) -> None:
         """The library's own barrier."""
