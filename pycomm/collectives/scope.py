@@ -20,7 +20,9 @@ __all__ = ["Scope", "Turn", "Turns"]
 
 
 class Turns:
-    """Who is inside a collective of a group: one thread at a time. ``is_moving``: where others may wait for it."""
+    """Who is inside a collective of a group: one thread at a time. ``is_moving``: where others may wait for it, which
+    stays so if it leaves that call by an error that is not pycomm's.
+    """
 
     __slots__ = ("holder", "is_moving", "lock", "transport")
 
@@ -61,6 +63,8 @@ class Turn(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         turns = self._turns
+        if error is None or isinstance(error, PycommError):
+            turns.is_moving = False
         if isinstance(error, PycommError | KeyboardInterrupt):
             forget_locals(error)  # while the turn lasts: who closes the group waits for its end
         try:

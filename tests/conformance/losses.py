@@ -85,8 +85,8 @@ def _lose(program: Program, dice: random.Random, how: str) -> None:
             has_left.wait(0.3)
 
     before = signal.signal(signal.SIGINT, interrupt)
-    threading.Timer(delay_s, end).start()
     try:
+        threading.Timer(delay_s, end).start()  # which may be over before this returns
         program.run(1_000_000)
     except KeyboardInterrupt:
         pass

@@ -53,6 +53,38 @@ def be_interrupted(rank: int, path: str) -> None:
         check_sum(pycomm.new_group([0, 1, 2], group=group))
 
 
+def be_interrupted_twice(rank: int, path: str) -> None:
+    """A rank is interrupted in a call, and again before it has told the others; then it closes the group. They come to
+    that call later.
+    """
+    group, has_left = pycomm.new_group([0, 1, 2]), Path(path)
+    check_sum(group)
+    if rank == 1:
+
+        def be_interrupted_again() -> None:
+            raise KeyboardInterrupt
+
+        group.transport.abandon = be_interrupted_again  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_once_in_a_call()
+            check_sum(group, LARGE)
+        group.close()
+        has_left.touch()
+    else:
+        wait_until(has_left.exists)
+        with pytest.raises(PeerLostError) as caught:  # and no timeout
+            check_sum(group, LARGE)
+        assert caught.value.rank == 1
+    check_sum(pycomm.new_group([0, 1, 2]))
+
+
+@everywhere
+def test_who_is_interrupted_again_before_it_has_told_the_others_has_not_made_its_call(
+    transport: str, tmp_path: Path
+) -> None:
+    run_ranks(3, be_interrupted_twice, str(tmp_path / "left"), transport=transport, timeout_s=60.0)
+
+
 def fail_on_its_own(rank: int) -> None:
     """Errors of a rank's own, before anything was sent and after everything was, leave the ranks in step."""
     group = pycomm.get_group()
