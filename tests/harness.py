@@ -173,14 +173,20 @@ def is_in_a_call() -> bool:
     return any(group.is_open and group.seq > group.ended for group in board.groups())
 
 
-def interrupt_once_in_a_call() -> None:
-    """Sends this process SIGINT, from a thread, as soon as a collective is under way. For the main thread to call."""
+def interrupt_once(is_so: Callable[[], object], after_s: float = 0.0) -> None:
+    """Sends this process SIGINT, from a thread, so long after something is so. For the main thread to call."""
 
     def interrupt() -> None:
-        wait_until(is_in_a_call)
+        wait_until(is_so)
+        time.sleep(after_s)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
+
+
+def interrupt_once_in_a_call() -> None:
+    """Sends this process SIGINT, from a thread, as soon as a collective is under way. For the main thread to call."""
+    interrupt_once(is_in_a_call)
 
 
 def with_small_shm(command: list[str]) -> list[str]:

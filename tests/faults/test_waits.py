@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
-import signal
-import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ import torch
 from laws import EVERYWHERE, MPI, RANKS, STOPPED_S, STOPS, TRANSPORTS, VICTIM, victim_of
 
 import pycomm
-from harness import check_sum, run_ranks, wait_until
+from harness import check_sum, interrupt_once, run_ranks, wait_until
 from pycomm import CollectiveTimeoutError, PeerLostError
 from pycomm.collectives.context import resolve
 from pycomm.fault import InjectedFault, fail_at, inject
@@ -149,13 +145,6 @@ def test_a_timeout_is_everybodys_and_a_new_group_works(transport: str) -> None:
     run_ranks(3, run_out_of_time, transport=transport)
 
 
-def interrupt_once(is_so: Callable[[], bool]) -> None:
-    """Sends this process SIGINT a moment after that."""
-    wait_until(is_so)
-    time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def leave_each_verb(rank: int, path: str) -> None:
     """Rank 1 agrees to a call that no frame holds, and does not come to make it: rank 0, wherever it waits, can be
     interrupted.
@@ -175,7 +164,7 @@ def leave_each_verb(rank: int, path: str) -> None:
         group = pycomm.new_group([0, 1])
         has_agreed, has_left = Path(f"{path} {verb} agreed"), Path(f"{path} {verb} left")
         if rank == 0:
-            threading.Thread(target=interrupt_once, args=(has_agreed.exists,), daemon=True).start()
+            interrupt_once(has_agreed.exists, after_s=0.1)
             with pytest.raises(KeyboardInterrupt):
                 call(torch.ones(numel), group=group)
             has_left.touch()

@@ -60,6 +60,18 @@ class Library(ABC):
             raise UnsupportedCaseError("a message needs two ranks")
         return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
 
+    def passing_on(self, send: Callable[[Any, int], Any], recv: Callable[[Any, int], Any]) -> Callable[..., None]:
+        """Returns what the verb "send" calls, as ``call(output, input, root)``, by what moves one message."""
+        (after, before), me = self.neighbours(), self.rank
+
+        def pass_on(output: Any, input: Any, root: int) -> None:
+            if root == me:
+                send(input, after)
+            elif root == before:
+                recv(output, before)
+
+        return pass_on
+
     @abstractmethod
     def barrier(self) -> None:
         """Waits until every rank is here."""

@@ -108,7 +108,7 @@ class MPILibrary(Library):
             case "sendrecv":
                 return self._sendrecv(spec(input), spec(output))
             case "send":
-                return self._send(spec(input), spec(output), root)
+                return self.passing_on(self.comm.Send, self.comm.Recv), (spec(output), spec(input), root)
             case "barrier":
                 return comm.Barrier, ()
             case _:
@@ -117,18 +117,6 @@ class MPILibrary(Library):
     def _sendrecv(self, source: list[Any], target: list[Any]) -> Call:
         (after, before), sendrecv = self.neighbours(), self.comm.Sendrecv
         return (lambda s, t: sendrecv(s, after, 0, t, before, 0)), (source, target)
-
-    def _send(self, source: list[Any], target: list[Any], root: int) -> Call:
-        (after, before), me = self.neighbours(), self.rank
-        send, recv = self.comm.Send, self.comm.Recv
-
-        def pass_on(source: list[Any], target: list[Any], root: int) -> None:
-            if root == me:
-                send(source, after)
-            elif root == before:
-                recv(target, before)
-
-        return pass_on, (source, target, root)
 
     def barrier(self) -> None:
         """MPI_Barrier."""

@@ -78,7 +78,7 @@ class _TorchLibrary(Library):
             case "sendrecv":
                 return self._sendrecv(out, x)
             case "send":
-                return self._send(out, x, root)
+                return self.passing_on(m.send, m.recv), (out, x, root)
             case "barrier":
                 return m.barrier, ()
             case _:
@@ -105,18 +105,6 @@ class _TorchLibrary(Library):
                 work.wait()
 
         return exchange, (batch,)
-
-    def _send(self, out: torch.Tensor, x: torch.Tensor, root: int) -> Call:
-        (after, before), me = self.neighbours(), self.rank
-        send, recv = self.module.send, self.module.recv
-
-        def pass_on(out: torch.Tensor, x: torch.Tensor, root: int) -> None:
-            if root == me:
-                send(x, after)
-            elif root == before:
-                recv(out, before)
-
-        return pass_on, (out, x, root)
 
     def barrier(self) -> None:
         """The library's own barrier."""
