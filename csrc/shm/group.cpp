@@ -53,13 +53,15 @@ Group::Group(Setup setup)
   mapping_ = std::make_unique<Mapping>(setup_.fd, file.areas + setup_.area * file.area_stride, at_.total);
   area_ = mapping_->data();
   mapping_->populate(0, at_.resident, false);
-  waiter_ = std::make_unique<Waiter>(Waiter::Setup{reinterpret_cast<Control*>(area_), reinterpret_cast<Sleeper*>(area_ + at_.sleepers),
-                                                   rank_, ranks_, setup_.pidfds, setup_.pids, setup_.ranks_per_core,
-                                                   setup_.about_to_block, setup_.check_interrupt});
+  Control& control = *reinterpret_cast<Control*>(area_);
+  const auto waiting = [&](std::uint32_t& asleep, std::size_t sleepers) {
+    return Waiter::Setup{&control.failure, &asleep, reinterpret_cast<Sleeper*>(area_ + sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
+                         setup_.ranks_per_core, setup_.about_to_block, setup_.check_interrupt};
+  };
+  waiter_ = std::make_unique<Waiter>(waiting(control.sleepers, at_.sleepers));
   waiter_->name(setup_.name, &seq_);
-  mailbox_ = std::make_unique<Mailbox>(area_, at_, Waiter::Setup{reinterpret_cast<Control*>(area_ + at_.mail_control),
-                                       reinterpret_cast<Sleeper*>(area_ + at_.mail_sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
-                                       setup_.ranks_per_core, setup_.about_to_block, setup_.check_interrupt}, setup_.name, setup_.choices.offers_messages,
+  waiter_->needs_all([this](int r) { return is_in_call(r); });
+  mailbox_ = std::make_unique<Mailbox>(area_, at_, waiting(control.mail_sleepers, at_.mail_sleepers), setup_.name, setup_.choices.offers_messages,
                                        [this](std::size_t offset, std::size_t bytes) { mapping_->populate(offset, bytes, false); });
   // The first exchange: everybody is here, and means the same group.
   Call hello{Verb::kBarrier};

@@ -239,7 +239,8 @@ class Group {
   void claim_after_waiters(const char* verb);  // where another thread has it; throws Misuse if that makes a call of its own
   // The rest of [Note: started calls], with the claim.
   bool is_published() const { return load_relaxed(header(rank_).seq) == seq_; }
-  int not_come() const;    // the first rank whose header of the started call has not; -1 if all have
+  bool is_in_call(int r) const { return load_acquire(header(r).seq) >= seq_; }  // it has come to the call under way
+  int not_come() const;    // the first rank that has not come to the started call; -1 if all have
   void end_started();      // waits as a call does; its errors are for who asks for it, but for those of a signal handler
   void end_before_another();  // the same, and unclaims if that throws
   void end_by_close();        // takes the claim, and closes; what has not come by then never will

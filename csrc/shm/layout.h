@@ -83,7 +83,7 @@ inline constexpr std::uint32_t kAnyone = 0xffffffffu;
 // Read at every call, written almost never: stays in every core's cache.
 struct alignas(2 * kLine) Control {
   std::uint64_t failure;   // 0, or what broke the group: kind | (1 + rank) << 8 | exit status << 32
-  std::uint32_t sleepers;  // how many ranks sleep in a futex
+  std::uint32_t sleepers, mail_sleepers;  // how many ranks sleep in a futex: in a collective, for a message
   std::uint32_t left;      // how many members have closed the group
   std::uint32_t forgotten; // how many have destroyed it, too
 };
@@ -98,7 +98,7 @@ struct AreaLayout {
   std::size_t channel_bytes;  // one point-to-point channel
   std::size_t pieces_each;    // that each of two ranks begins with; see pieces.h
   std::size_t published, reduced, pings, made, sleepers;  // one line or two a rank
-  std::size_t mail_control, mail_sleepers, mail_counters; // the same for point-to-point messages
+  std::size_t mail_sleepers, mail_counters;               // the same for point-to-point messages
   std::size_t slots, slot_stride;
   std::size_t resident;                                  // up to here every rank populates; the rest when first needed
   std::size_t rings, regions;                            // of two ranks a third ring, which both fill
@@ -132,7 +132,6 @@ struct AreaLayout {
     at.pings = take(n * sizeof(Ping), kLine);
     at.made = take(n * sizeof(Made), kLine);
     at.sleepers = take(n * sizeof(Sleeper), kLine);
-    at.mail_control = take(sizeof(Control), kLine);
     at.mail_sleepers = take(n * sizeof(Sleeper), kLine);
     at.mail_counters = take(n * n * 3 * kLine, kLine);
     at.slot_stride = round_up(sizeof(Header) + at.slot_bytes, kPage);

@@ -112,6 +112,7 @@ std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
   const auto lock = enter();
   store_relaxed(messages_, messages_ + 1);  // where() reads it without the lock
   if (broken_) std::rethrow_exception(broken_);
+  waiter_.throw_if_broken(message->is_send ? "send" : "recv");
   if (message->is_send) {
     prepare_to_send(*message);
     outbound_[message->peer].messages.push_back(message);
@@ -141,7 +142,7 @@ bool Mailbox::test(const std::shared_ptr<Message>& message) {
       check(lock, *message, never);
     } catch (const Failed&) {
       lock.lock();
-      fail_all(std::current_exception());
+      break_off(std::current_exception());
     }
   }
   if (message->is_done) throw_if_failed(*message);
@@ -202,8 +203,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
     throw;
   } catch (const Failed&) {
     leave();
-    fail_all(std::current_exception());
-    throw;
+    break_off(std::current_exception());
   } catch (...) {  // Ctrl-C: the message stays under way
     leave();
     throw;
@@ -289,7 +289,7 @@ void Mailbox::help() {
       error = std::current_exception();
     }
     lock.lock();
-    if (error) fail_all(error);
+    if (error) break_off(error);
   }
 }
 
@@ -299,6 +299,11 @@ void Mailbox::help() {
 void Mailbox::retract(Outbound& outbound) {
   if (outbound.messages.empty() || !outbound.messages.front()->is_offered || outbound.offer.withdraw(outbound.offers)) return;
   while (outbound.offer.state() == Offer::kTaken && !has_ended(pidfds_[outbound.to])) sched_yield();
+}
+
+void Mailbox::break_off(const std::exception_ptr& error) {
+  while (progress()) {}
+  fail_all(error);
 }
 
 void Mailbox::fail_all(const std::exception_ptr& error) {

@@ -153,6 +153,8 @@ class Mailbox {
   void forget_receive(const Message& message);
   void accept(Message& message, const Frame& frame, int from);  // `frame` is for `message`
   bool is_awaited(int from) const;
+  // What has not come fails. Whoever leaves has done before all that is his part: that has come.
+  void break_off(const std::exception_ptr& error);
   void fail_all(const std::exception_ptr& error);
   bool is_anything_new();
   void help();

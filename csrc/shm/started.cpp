@@ -102,7 +102,7 @@ void Group::claim_after_waiters(const char* verb) {
 int Group::not_come() const {
   for (int i = 1; i < ranks_; ++i) {
     const int r = (rank_ + i) % ranks_;
-    if (load_acquire(header(r).seq) < seq_) return r;
+    if (!is_in_call(r)) return r;
   }
   return -1;
 }
@@ -141,7 +141,7 @@ void Group::await_started(Deadline& deadline) {
       const int peer = not_come();
       if (peer < 0) return;
       if (log_ != nullptr) log_->waits_for(peer);
-      waiter_->doze(peer, [&] { return load_acquire(header(peer).seq) >= seq_; }, nap_ns);
+      waiter_->doze(peer, [&] { return is_in_call(peer); }, nap_ns);
       if (has_come()) return;
       waiter_->ask_caller();  // a signal handler that raises leaves the call under way
       waiter_->check(peer, deadline, verb, has_come, is_users);

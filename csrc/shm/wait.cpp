@@ -95,8 +95,11 @@ void Waiter::check(int peer, Deadline& deadline, const char* doing, const std::f
 
 int Waiter::whose_leaving_ends(int peer, bool is_users) const {
   const auto is_gone = [this](int r) { return __atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0; };
-  if (peer >= 0) return is_gone(peer) ? peer : -1;
-  if (!is_users) return -1;
+  if (peer >= 0 && is_gone(peer)) return peer;
+  if (has_begun_)
+    for (int r = 0; r < setup_.ranks; ++r)
+      if (is_gone(r) && !has_begun_(r)) return r;
+  if (peer >= 0 || !is_users) return -1;
   int last = -1;  // anyone may be waited for while there is one
   for (int r = 0; r < setup_.ranks; ++r) {
     if (r == setup_.rank) continue;
@@ -128,7 +131,7 @@ void Waiter::declare(FailureKind kind, int culprit) {
   const std::uint64_t value = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(culprit + 1) << 8 |
                               static_cast<std::uint64_t>(static_cast<std::uint32_t>(status)) << 32;
   // The first discovery stands; later ones are its consequences.
-  if (__atomic_compare_exchange_n(&setup_.control->failure, &none, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) wake();
+  if (__atomic_compare_exchange_n(setup_.failure, &none, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) wake();
 }
 
 void Waiter::leave() {
@@ -137,7 +140,7 @@ void Waiter::leave() {
 }
 
 std::optional<Failure> Waiter::failure() const {
-  const std::uint64_t word = load_acquire(setup_.control->failure);
+  const std::uint64_t word = load_acquire(*setup_.failure);
   if (word == 0) return std::nullopt;
   return Failure{static_cast<FailureKind>(word & 0xff), static_cast<int>(word >> 8 & 0xffffff) - 1,
                  static_cast<int>(static_cast<std::uint32_t>(word >> 32))};
@@ -163,7 +166,7 @@ Where Waiter::where(const char* doing) const {
 
 void Waiter::wake(int to) {
   const std::uint32_t me = static_cast<std::uint32_t>(setup_.rank) + 1;
-  const bool is_broken = load_acquire(setup_.control->failure) != 0;
+  const bool is_broken = load_acquire(*setup_.failure) != 0;
   for (int r = 0; r < setup_.ranks; ++r) {
     if (to != kAll && r != to) continue;
     Sleeper& other = setup_.sleepers[r];
@@ -178,7 +181,7 @@ std::uint32_t Waiter::lie_down(int peer) {
   Sleeper& self = setup_.sleepers[setup_.rank];
   const std::uint32_t bell = __atomic_load_n(&self.bell, __ATOMIC_SEQ_CST);
   __atomic_store_n(&self.awaits, peer < 0 ? kAnyone : static_cast<std::uint32_t>(peer) + 1, __ATOMIC_SEQ_CST);
-  __atomic_fetch_add(&setup_.control->sleepers, 1, __ATOMIC_SEQ_CST);
+  __atomic_fetch_add(setup_.asleep, 1, __ATOMIC_SEQ_CST);
   if (!must_fence_) syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0);
   return bell;
 }
@@ -189,7 +192,7 @@ void Waiter::sleep(std::uint32_t bell, std::int64_t nap_ns) {
 }
 
 void Waiter::get_up() {
-  __atomic_fetch_sub(&setup_.control->sleepers, 1, __ATOMIC_SEQ_CST);
+  __atomic_fetch_sub(setup_.asleep, 1, __ATOMIC_SEQ_CST);
   __atomic_store_n(&setup_.sleepers[setup_.rank].awaits, 0, __ATOMIC_SEQ_CST);
 }
 

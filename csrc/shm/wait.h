@@ -87,7 +87,8 @@ struct Deadline {
 class Waiter {
  public:
   struct Setup {
-    Control* control;
+    std::uint64_t* failure;       // Control::failure: whatever breaks the group ends all that its ranks wait for
+    std::uint32_t* asleep;        // how many ranks sleep where this one would
     Sleeper* sleepers;            // one a rank
     int rank, ranks;
     std::vector<int> pidfds;      // one a rank; -1 where there is none (this rank itself)
@@ -115,7 +116,7 @@ class Waiter {
   // To be called after a counter was stored: wakes the ranks that sleep for this one, or of them the one that it is for.
   void published(int to = kAll) {
     if (must_fence_) std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (__atomic_load_n(&setup_.control->sleepers, __ATOMIC_RELAXED) != 0) wake(to);
+    if (__atomic_load_n(setup_.asleep, __ATOMIC_RELAXED) != 0) wake(to);
   }
 
   // One look at everything but the counter and signals: throws if the group is broken or a rank is dead, and if rank `peer`
@@ -134,7 +135,7 @@ class Waiter {
   template <class Ready>
   void doze(int peer, Ready is_ready, std::int64_t nap_ns = kLongestNapNs) {
     const std::uint32_t bell = lie_down(peer);
-    if (load_acquire(setup_.control->failure) == 0 && !is_ready()) sleep(bell, nap_ns);
+    if (load_acquire(*setup_.failure) == 0 && !is_ready()) sleep(bell, nap_ns);
     get_up();
   }
 
@@ -152,13 +153,16 @@ class Waiter {
   void record_on(Log* log) { log_ = log; }  // tells the board whom the call under way waits for
   // Before there is anything to wait for. `look` throws if the call is in vain for a reason that these ranks do not see.
   void look_elsewhere_by(std::function<void()> look) { look_elsewhere_ = std::move(look); }
+  // Where all that is waited for takes every rank: `has_begun(r)`, whether rank r takes part in what this one is in.
+  void needs_all(std::function<bool(int)> has_begun) { has_begun_ = std::move(has_begun); }
   void declare(FailureKind kind, int culprit);
   void leave();  // tells those who wait for this rank, now or later, that it has closed the group
 
  private:
   static constexpr int kAll = -1;
 
-  // The rank that has closed the group so that a wait for `peer` is in vain; -1 if it is not.
+  // The rank that has closed the group so that a wait for `peer` is in vain; -1 if it is not. In a collective, whoever did so before
+  // he took part: `peer` may have been told, and not come.
   int whose_leaving_ends(int peer, bool is_users) const;
   void until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
   void wait_long(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline, const char* doing);
@@ -176,6 +180,7 @@ class Waiter {
   std::int64_t patience_ns_;  // how long to yield; [Note: patience]
   std::function<void()> look_elsewhere_;  // this and what follows: behind what a short call reads
   Whole whole_;
+  std::function<bool(int)> has_begun_;
 };
 
 }  // namespace pycomm::shm

@@ -21,13 +21,16 @@ import torch
 
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
 from . import _wording as wording
-from .base import Request, Transport
+from .base import FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
     from ._patience import Look
 
 __all__ = ["LocalTransport", "LocalWorld", "connect"]
+
+
+_LOOK_S = 5e-3  # between two looks of a rank that waits whether the group is broken
 
 
 class _Message(NamedTuple):
@@ -51,20 +54,30 @@ class _Hub:
     def __init__(self, world_size: int) -> None:
         self.mailboxes = [_Mailbox() for _ in range(world_size)]
         self.lost: dict[int, str] = {}
+        self.calls: dict[int, int] = {}  # that the lost ones made
+        self.missed: int | None = None  # of the lost ones, whose loss a rank was told of first: that breaks the group
         self.children: dict[tuple[int, tuple[int, ...]], _Hub] = {}
         self.lock = threading.Lock()
 
-    def lose(self, rank: int, reason: str) -> None:
-        """Tells every rank that ``rank`` is gone. The first reason stays."""
+    def lose(self, rank: int, reason: str, calls: int) -> None:
+        """Tells every rank that ``rank`` is gone after so many calls. The first reason stays."""
         with self.lock:
             if rank in self.lost:
                 return
+            self.calls[rank] = calls
             self.lost[rank] = reason
         for mailbox in self.mailboxes:
             with mailbox.changed:
                 for receive in list(mailbox.receives):
                     receive.fail_if_lost()
                 mailbox.changed.notify_all()
+
+    def miss(self, rank: int) -> int:
+        """A rank is told that ``rank`` is gone, and makes its part of no more calls: returns whom all are told of."""
+        with self.lock:
+            if self.missed is None:
+                self.missed = rank
+            return self.missed
 
 
 class _Sent(Request):
@@ -103,29 +116,43 @@ class _Receive(Request):
         self.is_done = True
 
     def fail_if_lost(self) -> None:
-        """Fails this receive if nobody is left who could send it."""
-        lost, me = self.transport.hub.lost, self.transport.rank
-        if self.peer is not None:
-            gone = self.peer if self.peer in lost else None
-        else:
-            others = set(range(self.transport.world_size)) - {me}
-            gone = min(others) if others and others <= lost.keys() else None
+        """Fails this receive if nobody is left who could send it, or the group is broken."""
+        gone = self._whose_loss_ends_it()
         if gone is not None:
             self.transport.mailbox.receives.remove(self)
             self.error = self.transport.peer_lost(gone)
             self.is_done = True
 
+    def _whose_loss_ends_it(self) -> int | None:
+        hub = self.transport.hub
+        if hub.missed is not None:
+            return hub.missed
+        if self.peer in hub.lost:
+            return self.peer
+        if self.tag >= FIRST_OWN_TAG:  # of a collective, which takes all; who should send this may have been told
+            early = [rank for rank in hub.lost if hub.calls[rank] < self.transport.calls]
+            return min(early, default=None)
+        others = set(range(self.transport.world_size)) - {self.transport.rank}
+        return min(others) if self.peer is None and others and others <= hub.lost.keys() else None
+
     def test(self) -> bool:
         with self.transport.mailbox.changed:
-            if self.is_done and self.error is not None:
-                raise self.error
-            return self.is_done
+            return self._has_come()
+
+    def _has_come(self) -> bool:
+        if not self.is_done:
+            self.fail_if_lost()
+        if isinstance(self.error, PeerLostError):
+            self.transport.hub.miss(self.error.rank)
+        if self.error is not None:
+            raise self.error
+        return self.is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self.transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         with self.transport.mailbox.changed:
-            while not self.is_done:
+            while not self._has_come():
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise CollectiveTimeoutError(
@@ -133,9 +160,7 @@ class _Receive(Request):
                         f"from {'any rank' if self.peer is None else f'rank {self.peer}'} with tag {self.tag}, "
                         f"none came; see whether that rank makes the same calls, or raise the timeout"
                     )
-                self.transport.mailbox.changed.wait(min(left_s, threading.TIMEOUT_MAX))
-            if self.error is not None:
-                raise self.error
+                self.transport.mailbox.changed.wait(min(left_s, _LOOK_S))
 
 
 class LocalTransport(Transport):
@@ -153,8 +178,8 @@ class LocalTransport(Transport):
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
         self._check_open()
-        if peer in self.hub.lost:
-            raise self.peer_lost(peer)
+        if self.hub.missed is not None or peer in self.hub.lost:
+            raise self.peer_lost(self.hub.miss(peer))
         mailbox = self.hub.mailboxes[peer]
         with mailbox.changed:
             for receive in mailbox.receives:
@@ -196,21 +221,21 @@ class LocalTransport(Transport):
 
     def check_lost(self, doing: str) -> None:
         if self.hub.lost:
-            raise self.peer_lost(min(self.hub.lost))
+            raise self.peer_lost(self.hub.miss(min(self.hub.lost)))
 
     @property
     def is_broken(self) -> bool:
-        """Whether a rank is gone."""
-        return bool(self.hub.lost)
+        """Whether a rank was told that another one is gone."""
+        return self.hub.missed is not None
 
     def fail(self, reason: str) -> None:
         """Declares this rank dead, here and in every group split off from here, as the end of its process would."""
-        self.hub.lose(self.rank, reason)
+        self.hub.lose(self.rank, reason, self.calls)
         for child in self._children:
             child.fail(reason)
 
     def close(self) -> None:
-        self.hub.lose(self.rank, "it closed the group")
+        self.hub.lose(self.rank, "it closed the group", self.calls)
 
     def peer_lost(self, peer: int) -> PeerLostError:
         """Returns the error that says that ``peer`` is gone."""

@@ -88,23 +88,6 @@ def test_an_exception_in_one_ranks_code_is_an_error_in_the_others(transport: str
     run_ranks(RANKS, break_in_own_code, transport=transport)
 
 
-def wait_for_those_who_were_told(rank: int) -> None:
-    """One leaves, another one waits for it, a third for that one: who is told goes on without the group."""
-    if rank == 3:
-        return
-    with pytest.raises(PeerLostError, match=r"of 4: rank 3 \(pid \d+\) has closed the group") as caught:
-        pycomm.recv(torch.ones(5), {0: 2, 1: 0, 2: 3}[rank])
-    assert caught.value.rank == 3
-    with pytest.raises(PeerLostError, match="rank 3"):
-        pycomm.barrier()
-    check_sum(pycomm.new_group(range(3)))
-
-
-@pytest.mark.parametrize("transport", EVERYWHERE)
-def test_who_leaves_is_told_to_those_who_do_not_wait_for_it(transport: str) -> None:
-    run_ranks(4, wait_for_those_who_were_told, transport=transport)
-
-
 def run_out_of_time_inside_a_host(rank: int, transport: str) -> None:
     """Two hosts of two, for ``mixed``: one waits inside its host, and those of the other are told by its rank."""
     check_sum()

@@ -95,14 +95,28 @@ def test_a_lost_rank_wakes_those_who_wait_for_it() -> None:
     with pytest.raises(PeerLostError, match=r"rank 1 is gone \(it raised ValueError: no\)") as caught:
         from_b.wait()
     assert caught.value.rank == 1
-    assert not from_any.test() and not from_c.test()  # others may still send
-    c.close()
-    for request in (from_any, from_c):
-        with pytest.raises(PeerLostError):
-            request.wait()
-    for call in (lambda: a.isend(tensor(1.0), 1), lambda: a.irecv(torch.zeros(1), 1).wait()):
-        with pytest.raises(PeerLostError):
+    for call in (
+        from_any.wait,
+        from_c.test,
+        lambda: c.isend(tensor(1.0), 0),
+        lambda: c.irecv(torch.zeros(1), 0).wait(),
+    ):
+        with pytest.raises(PeerLostError, match="rank 1 is gone"):  # who was told makes its part of no more calls
             call()
+
+
+def test_who_is_gone_breaks_nothing_for_those_who_do_not_need_it() -> None:
+    a, b, c, _ = LocalWorld(4).transports
+    into = torch.zeros(1)
+    from_any, from_c = a.irecv(torch.zeros(1), None), a.irecv(into, 2)
+    a.irecv(torch.zeros(1), 1)  # which nobody waits for
+    b.close()
+    assert not from_any.test() and not from_c.test()
+    c.isend(tensor(5.0), 0)
+    from_any.wait()
+    c.isend(tensor(6.0), 0)
+    from_c.wait()
+    assert into.item() == 6.0
 
 
 def test_what_a_rank_sent_before_it_left_still_arrives() -> None:

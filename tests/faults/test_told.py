@@ -1,0 +1,84 @@
+"""A rank that leaves is told of to all that it leaves waiting, also to those who wait for one who waited for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laws import EVERYWHERE
+
+import pycomm
+from harness import check_sum, run_ranks
+from pycomm import PeerLostError
+
+# "rank 0 of 4: rank 3 (pid 17) has closed the group"; where ranks are threads: "rank 3 is gone (it closed the group)".
+CLOSED = r"rank {} (\(pid \d+\) has|is gone \(it) closed the group"
+
+
+def be_told(call: Callable[..., Any], *args: Any, of: int = 3, **kwargs: Any) -> None:
+    with pytest.raises(PeerLostError, match=CLOSED.format(of)) as caught:
+        call(*args, **kwargs)
+    assert caught.value.rank == of
+
+
+def receive(group: Any, source: int) -> None:
+    pycomm.recv(torch.ones(5), group=group, group_src=source)
+
+
+def wait_by_messages(rank: int, group: Any) -> None:
+    """One waits for who leaves, a second for that one, a third for the second: who is told sends nothing any more."""
+    be_told(receive, group, {0: 2, 1: 0, 2: 3}[rank])
+
+
+def wait_for_a_message(rank: int, group: Any) -> None:
+    """One waits for who leaves in a collective, the others for its message."""
+    if rank == 2:
+        be_told(pycomm.barrier, group)
+    else:
+        be_told(receive, group, {0: 2, 1: 0}[rank])
+
+
+def wait_for_a_collective(rank: int, group: Any) -> None:
+    """One waits for who leaves by a message, the others for it in a collective."""
+    if rank == 2:
+        be_told(receive, group, 3)
+    else:
+        be_told(pycomm.broadcast, torch.ones(5), group=group, group_src=2)
+
+
+def wait_in_another_group(rank: int, group: Any, pair: Any, source: int | None) -> None:
+    """One waits for who leaves in a group of the two, and goes on without it; nobody else ever asked who leaves."""
+    if rank == 0:
+        be_told(pycomm.barrier, pair, of=1)
+    else:
+        be_told(receive, group, source)
+
+
+def leave_them_waiting(rank: int) -> None:
+    groups: list[Any] = [pycomm.new_group(range(4)) for _ in range(5)]
+    pair: Any = pycomm.new_group([0, 3])
+    if rank == 3:
+        for group in (*groups, pair):
+            group.close()
+    else:
+        by_message, by_collective, across, first, any_rank = groups
+        waits: list[tuple[Callable[..., None], Any, Any]] = [
+            (wait_by_messages, by_message, ()),
+            (wait_for_a_message, by_collective, ()),
+            (wait_for_a_collective, across, ()),
+            (wait_in_another_group, first, (pair, 0)),
+            (wait_in_another_group, any_rank, (pair, None)),
+        ]
+        for wait, group, more in waits:
+            wait(rank, group, *more)
+            check_sum(pycomm.new_group(range(3), group=group))
+            with pytest.raises(PeerLostError, match="rank 3"):
+                pycomm.barrier(group)
+    check_sum()
+
+
+@pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
+def test_whoever_waits_is_told_who_has_left(transport: str) -> None:
+    run_ranks(4, leave_them_waiting, transport=transport, timeout_s=100.0)
