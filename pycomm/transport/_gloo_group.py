@@ -95,9 +95,12 @@ def make_group(meeting: Meeting, watch: Watch, failed: Failed) -> tuple[Any, Cor
     try:
         group = patience.run(lambda: dist.ProcessGroupGloo(connection, rank, world_size, options))
     except RuntimeError as error:
-        raise CollectiveTimeoutError(
-            f"rank {rank} of {world_size} could not connect to the other ranks by gloo within {patience.timeout_s:.3g} "
-            f"s; see whether all of them reached this call and can reach {host or 'the interface in use'} of this host "
+        if (failure := watch.search(0)) is not None:  # one that has died since it was here takes no connection
+            raise failed(failure) from error
+        within = f" within {patience.timeout_s:.3g} s" if patience.is_over() else ""
+        raise (CollectiveTimeoutError if within else TransportError)(
+            f"rank {rank} of {world_size} could not connect to the other ranks by gloo{within}; see whether all of "
+            f"them reached this call and can reach {host or 'the interface in use'} of this host "
             f"(GLOO_SOCKET_IFNAME chooses another) (torch says: {str(error).splitlines()[0]})"
         ) from error
     if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # its ranks connect as they need each other

@@ -15,12 +15,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
 from . import _wording as wording
+from ._crossings import Crossings, Making
 from .base import FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ class _Hub:
         self.calls: dict[int, int] = {}  # that the lost ones made
         self.missed: int | None = None  # of the lost ones, whose loss a rank was told of first: that breaks the group
         self.children: dict[tuple[int, tuple[int, ...]], _Hub] = {}
+        self.joined: set[int] = set()
+        self.making = [Making()] * world_size  # the groups that they make from this one; see _crossings.py
         self.lock = threading.Lock()
 
     def lose(self, rank: int, reason: str, calls: int) -> None:
@@ -78,6 +83,22 @@ class _Hub:
             if self.missed is None:
                 self.missed = rank
             return self.missed
+
+
+class _Words:
+    """A rank's, for ``Crossings``."""
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self._hub, self._rank = hub, rank
+
+    def tell_making(self, ranks: Sequence[int], key: int) -> None:
+        self._hub.making[self._rank] = Making(frozenset(ranks), key)
+
+    def made_by(self, rank: int) -> Making:
+        return self._hub.making[rank]
+
+    def ended(self) -> AbstractSet[int]:
+        return frozenset(self._hub.lost)
 
 
 class _Sent(Request):
@@ -175,6 +196,7 @@ class LocalTransport(Transport):
         self.timeout_s = timeout_s
         self.mailbox = hub.mailboxes[rank]
         self._children: list[LocalTransport] = []
+        self._crossings = Crossings(_Words(hub, rank))
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
         self._check_open()
@@ -210,11 +232,39 @@ class LocalTransport(Transport):
         self._check_open()
         if ranks is None or self.rank not in ranks:
             return None
-        with self.hub.lock:
-            hub = self.hub.children.setdefault((key, tuple(ranks)), _Hub(len(ranks)))
-        child = LocalTransport(hub, list(ranks).index(self.rank), self.timeout_s)
-        self._children.append(child)
+        look = partial(self._look_at_makers, ranks, with_all, look)
+        with self._crossings.making(self, ranks, key, look) as key:
+            with self.hub.lock:
+                hub = self.hub.children.setdefault((key, tuple(ranks)), _Hub(len(ranks)))
+            child = LocalTransport(hub, list(ranks).index(self.rank), self.timeout_s)
+            self._children.append(child)
+            try:
+                self._await_members(hub, child.rank, ranks, look)
+            except BaseException:
+                child.fail("it gave up making the group")
+                raise
         return child
+
+    def _await_members(self, hub: _Hub, own: int, ranks: Sequence[int], look: Look) -> None:
+        hub.joined.add(own)
+        deadline = time.monotonic() + self.timeout_s
+        while len(hub.joined) < len(ranks):
+            look()
+            if hub.lost:  # of who has made it and left there is nothing to fear: then all have joined
+                raise self._gone(ranks[min(hub.lost)], hub.lost[min(hub.lost)])
+            if time.monotonic() > deadline:
+                absent = next(member for number, member in enumerate(ranks) if number not in hub.joined)
+                raise wording.timed_out(self.place("new_group"), self.timeout_s, f"rank {absent}", is_broken=False)
+            time.sleep(_LOOK_S)
+
+    def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
+        gone = self.hub.lost.keys() & set(range(self.world_size) if with_all else ranks)
+        if gone:
+            raise self.peer_lost(self.hub.miss(min(gone)))
+        if self._crossings.is_second(self, ranks):
+            self.check_lost("new_group")
+        if look is not None:
+            look()
 
     def abandon(self) -> None:
         self.fail("it was interrupted in the middle of a call")
@@ -224,9 +274,8 @@ class LocalTransport(Transport):
             raise self.peer_lost(self.hub.miss(min(self.hub.lost)))
 
     @property
-    def is_broken(self) -> bool:
-        """Whether a rank was told that another one is gone."""
-        return self.hub.missed is not None
+    def failure(self) -> wording.Failure | None:
+        return None if self.hub.missed is None else wording.Failure("closed", self.hub.missed)
 
     def fail(self, reason: str) -> None:
         """Declares this rank dead, here and in every group split off from here, as the end of its process would."""
@@ -239,8 +288,11 @@ class LocalTransport(Transport):
 
     def peer_lost(self, peer: int) -> PeerLostError:
         """Returns the error that says that ``peer`` is gone."""
+        return self._gone(peer, self.hub.lost[peer])
+
+    def _gone(self, peer: int, reason: str) -> PeerLostError:
         return PeerLostError(
-            f"rank {peer} is gone ({self.hub.lost[peer]}) while rank {self.rank} of {self.world_size} needs it; "
+            f"rank {peer} is gone ({reason}) while rank {self.rank} of {self.world_size} needs it; "
             f"see that rank's own error first, then make a new group of the ranks that are left",
             rank=peer,
         )

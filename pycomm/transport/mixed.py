@@ -331,7 +331,8 @@ class MixedTransport(Transport):
         neighbours = [self._local[rank] for rank in ranks if rank in self._local]
         outer = self.outer
         assert isinstance(outer, WatchedTransport), "gloo or MPI"
-        look = partial(self._look_at_makers, outer, ranks, look)  # while the ranks of this host wait for one another
+        # While the ranks of this host wait for one another.
+        look = partial(self._look_at_makers, outer, ranks, with_all, look)
         try:
             with outer.crossings.making(self, ranks, key, look) as common_key:
                 return _join(
@@ -345,14 +346,16 @@ class MixedTransport(Transport):
                     raise
             raise
 
-    def _look_at_makers(self, outer: WatchedTransport, ranks: Sequence[int], look: Look | None) -> None:
-        """As ``WatchedTransport``'s, which looks at groups that cross by what has broken ``outer``.
-
-        If this group is broken inside its host alone, the other hosts know by what, and nothing else asks them.
+    def _look_at_makers(self, outer: WatchedTransport, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
+        """As ``WatchedTransport``'s, which looks at groups that cross by what has broken ``outer``; nothing else asks
+        the other hosts for that.
         """
-        failure = outer.watch.look(outer.calls) if self.is_broken and not outer.is_broken else None
+        outer.calls = self.calls
+        failure = None if outer.is_broken else outer.watch.look(self.calls)
         if failure is not None:
             outer.watch.declare(failure)
+        if with_all:
+            outer.check_whole("new_group")
         outer.look_at_makers(ranks, look)
 
     def close(self) -> None:

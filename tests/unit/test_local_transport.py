@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -133,7 +134,8 @@ def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
 
 def test_a_lost_rank_is_lost_in_groups_split_off() -> None:
     world = LocalWorld(3).transports
-    children = [transport.split([2, 0], 1) for transport in world]
+    with ThreadPoolExecutor(3) as ranks:  # the members wait for each other
+        children = list(ranks.map(lambda transport: transport.split([2, 0], 1), world))
     assert children[1] is None and children[0] is not None and children[2] is not None
     assert (children[2].rank, children[0].rank, children[0].world_size) == (0, 1, 2)
     request = children[0].irecv(torch.zeros(1), 0)
