@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalTransport", "LocalWorld", "connect"]
 
 
-_LOOK_S = 5e-3  # between two looks of a rank that waits whether the group is broken
+_LOOK_S = 20e-3  # between two looks of a rank that waits whether the group is broken
 
 
 class _Message(NamedTuple):
@@ -60,13 +60,18 @@ class _Hub:
         self.calls: dict[int, int] = {}  # that the lost ones made
         self.missed: int | None = None  # of the lost ones, whose loss a rank was told of first: that breaks the group
         self.children: dict[tuple[int, tuple[int, ...]], _Hub] = {}
-        self.joined: set[int] = set()
+        self.joined: set[int] = set()  # who has come to make this one
         self.making = [Making()] * world_size  # the groups that they make from this one; see _crossings.py
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
+
+    def are_here(self, timeout_s: float) -> bool:
+        """Waits for all ranks to join this group; returns False after ``timeout_s``."""
+        with self.changed:
+            return self.changed.wait_for(lambda: len(self.joined) == len(self.mailboxes), timeout_s)
 
     def lose(self, rank: int, reason: str, calls: int) -> None:
         """Tells every rank that ``rank`` is gone after so many calls. The first reason stays."""
-        with self.lock:
+        with self.changed:
             if rank in self.lost:
                 return
             self.calls[rank] = calls
@@ -79,7 +84,7 @@ class _Hub:
 
     def miss(self, rank: int) -> int:
         """A rank is told that ``rank`` is gone, and makes its part of no more calls: returns whom all are told of."""
-        with self.lock:
+        with self.changed:
             if self.missed is None:
                 self.missed = rank
             return self.missed
@@ -234,7 +239,7 @@ class LocalTransport(Transport):
             return None
         look = partial(self._look_at_makers, ranks, with_all, look)
         with self._crossings.making(self, ranks, key, look) as key:
-            with self.hub.lock:
+            with self.hub.changed:
                 hub = self.hub.children.setdefault((key, tuple(ranks)), _Hub(len(ranks)))
             child = LocalTransport(hub, list(ranks).index(self.rank), self.timeout_s)
             self._children.append(child)
@@ -246,16 +251,17 @@ class LocalTransport(Transport):
         return child
 
     def _await_members(self, hub: _Hub, own: int, ranks: Sequence[int], look: Look) -> None:
-        hub.joined.add(own)
         deadline = time.monotonic() + self.timeout_s
-        while len(hub.joined) < len(ranks):
+        with hub.changed:
+            hub.joined.add(own)
+            hub.changed.notify_all()
+        while not hub.are_here(_LOOK_S):
             look()
-            if hub.lost:  # of who has made it and left there is nothing to fear: then all have joined
+            if hub.lost and not hub.are_here(0.0):  # somebody has given it up: nobody leaves before all have joined
                 raise self._gone(ranks[min(hub.lost)], hub.lost[min(hub.lost)])
             if time.monotonic() > deadline:
                 absent = next(member for number, member in enumerate(ranks) if number not in hub.joined)
                 raise wording.timed_out(self.place("new_group"), self.timeout_s, f"rank {absent}", is_broken=False)
-            time.sleep(_LOOK_S)
 
     def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
         gone = self.hub.lost.keys() & set(range(self.world_size) if with_all else ranks)
