@@ -93,8 +93,9 @@ void Waiter::check(int peer, Deadline& deadline, const char* doing, const std::f
   throw Timeout("late", where(doing), whom);
 }
 
+bool Waiter::is_gone(int r) const { return __atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0; }
+
 int Waiter::whose_leaving_ends(int peer, bool is_users) const {
-  const auto is_gone = [this](int r) { return __atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0; };
   if (peer >= 0 && is_gone(peer)) return peer;
   if (has_begun_)
     for (int r = 0; r < setup_.ranks; ++r)
@@ -115,10 +116,9 @@ void Waiter::look_around(int peer, const char* doing) {
   const int closely = peer >= 0 ? peer : static_cast<int>(looks_.fetch_add(1, std::memory_order_relaxed) % static_cast<unsigned>(setup_.ranks));
   for (int r = 0; r < setup_.ranks; ++r) {
     // A rank that closed the group before it ended is missed only by those who wait for it; it may do both between two of these lines.
-    const auto is_gone = [&] { return __atomic_load_n(&setup_.sleepers[r].is_gone, __ATOMIC_ACQUIRE) != 0; };
-    if (is_gone()) continue;
+    if (is_gone(r)) continue;
     if (r == closely ? !is_dead(setup_.pidfds[r], setup_.pids[r]) : !has_ended(setup_.pidfds[r])) continue;
-    if (is_gone()) continue;
+    if (is_gone(r)) continue;
     declare(FailureKind::kPeerLost, r);
     throw_if_broken(doing);
   }

@@ -161,6 +161,7 @@ class Waiter {
  private:
   static constexpr int kAll = -1;
 
+  bool is_gone(int r) const;  // it has closed the group
   // The rank that has closed the group so that a wait for `peer` is in vain; -1 if it is not. In a collective, whoever did so before
   // he took part: `peer` may have been told, and not come.
   int whose_leaving_ends(int peer, bool is_users) const;

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalTransport", "LocalWorld", "connect"]
 
-
 _LOOK_S = 20e-3  # between two looks of a rank that waits whether the group is broken
 
 
@@ -51,13 +50,17 @@ class _Mailbox:
         self.receives: list[_Receive] = []
 
 
+class _Loss(NamedTuple):
+    reason: str
+    calls: int  # that the rank had made
+
+
 class _Hub:
     """What the ranks of one group share: the mailboxes, who is gone and why, and the groups split off."""
 
     def __init__(self, world_size: int) -> None:
         self.mailboxes = [_Mailbox() for _ in range(world_size)]
-        self.lost: dict[int, str] = {}
-        self.calls: dict[int, int] = {}  # that the lost ones made
+        self.lost: dict[int, _Loss] = {}
         self.missed: int | None = None  # of the lost ones, whose loss a rank was told of first: that breaks the group
         self.children: dict[tuple[int, tuple[int, ...]], _Hub] = {}
         self.joined: set[int] = set()  # who has come to make this one
@@ -74,8 +77,7 @@ class _Hub:
         with self.changed:
             if rank in self.lost:
                 return
-            self.calls[rank] = calls
-            self.lost[rank] = reason
+            self.lost[rank] = _Loss(reason, calls)
         for mailbox in self.mailboxes:
             with mailbox.changed:
                 for receive in list(mailbox.receives):
@@ -156,7 +158,7 @@ class _Receive(Request):
         if self.peer in hub.lost:
             return self.peer
         if self.tag >= FIRST_OWN_TAG:  # of a collective, which takes all; who should send this may have been told
-            early = [rank for rank in hub.lost if hub.calls[rank] < self.transport.calls]
+            early = [rank for rank, loss in hub.lost.items() if loss.calls < self.transport.calls]
             return min(early, default=None)
         others = set(range(self.transport.world_size)) - {self.transport.rank}
         return min(others) if self.peer is None and others and others <= hub.lost.keys() else None
@@ -244,21 +246,22 @@ class LocalTransport(Transport):
             child = LocalTransport(hub, list(ranks).index(self.rank), self.timeout_s)
             self._children.append(child)
             try:
-                self._await_members(hub, child.rank, ranks, look)
+                self._await_members(child, ranks, look)
             except BaseException:
                 child.fail("it gave up making the group")
                 raise
         return child
 
-    def _await_members(self, hub: _Hub, own: int, ranks: Sequence[int], look: Look) -> None:
-        deadline = time.monotonic() + self.timeout_s
+    def _await_members(self, child: LocalTransport, ranks: Sequence[int], look: Look) -> None:
+        hub, deadline = child.hub, time.monotonic() + self.timeout_s
         with hub.changed:
-            hub.joined.add(own)
+            hub.joined.add(child.rank)
             hub.changed.notify_all()
         while not hub.are_here(_LOOK_S):
             look()
             if hub.lost and not hub.are_here(0.0):  # somebody has given it up: nobody leaves before all have joined
-                raise self._gone(ranks[min(hub.lost)], hub.lost[min(hub.lost)])
+                member, loss = min(hub.lost.items())
+                raise self._gone(ranks[member], loss)
             if time.monotonic() > deadline:
                 absent = next(member for number, member in enumerate(ranks) if number not in hub.joined)
                 raise wording.timed_out(self.place("new_group"), self.timeout_s, f"rank {absent}", is_broken=False)
@@ -296,9 +299,9 @@ class LocalTransport(Transport):
         """Returns the error that says that ``peer`` is gone."""
         return self._gone(peer, self.hub.lost[peer])
 
-    def _gone(self, peer: int, reason: str) -> PeerLostError:
+    def _gone(self, peer: int, loss: _Loss) -> PeerLostError:
         return PeerLostError(
-            f"rank {peer} is gone ({reason}) while rank {self.rank} of {self.world_size} needs it; "
+            f"rank {peer} is gone ({loss.reason}) while rank {self.rank} of {self.world_size} needs it; "
             f"see that rank's own error first, then make a new group of the ranks that are left",
             rank=peer,
         )

@@ -351,7 +351,7 @@ class MixedTransport(Transport):
         the other hosts for that.
         """
         outer.calls = self.calls
-        failure = None if outer.is_broken else outer.watch.look(self.calls)
+        failure = outer.watch.look(self.calls)
         if failure is not None:
             outer.watch.declare(failure)
         if with_all:

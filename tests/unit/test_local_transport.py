@@ -120,6 +120,20 @@ def test_who_is_gone_breaks_nothing_for_those_who_do_not_need_it() -> None:
     assert into.item() == 6.0
 
 
+def test_nobody_is_left_who_could_send() -> None:
+    a, b, c = LocalWorld(3).transports
+    from_any, from_c = a.irecv(torch.zeros(1), None), a.irecv(torch.zeros(1), 2)
+    b.fail("it raised ValueError: no")
+    assert not from_any.test() and not from_c.test()  # others may still send
+    c.close()
+    for request in (from_any, from_c):
+        with pytest.raises(PeerLostError):
+            request.wait()
+    for call in (lambda: a.isend(tensor(1.0), 1), lambda: a.irecv(torch.zeros(1), 1).wait()):
+        with pytest.raises(PeerLostError):
+            call()
+
+
 def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
     a, b = LocalWorld(2).transports
     b.isend(tensor(5.0), 0)
