@@ -150,10 +150,8 @@ PyObject* wait_for_handle(PyObject* self, PyObject* const* args, Py_ssize_t coun
         of(handle, [&](const auto& its) { wait(*handle.native, its, timeout_ns); });
       }
       if (!end(self)) return nullptr;
-    } catch (const PythonError&) {
-      return nullptr;  // a signal handler raised, and it is still under way
     } catch (...) {
-      if (!end_by_error(self)) return nullptr;
+      if (!end_by_error(self)) return nullptr;  // a signal handler raised, or time is over, and it is still under way
     }
   }
   if (handle.error != nullptr) return raise_error(handle);

@@ -1,4 +1,5 @@
 // pycomm._native: the shared-memory transport.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -41,6 +42,21 @@ std::vector<void*> blocks_of(const Group& group, std::uintptr_t address, std::si
   for (int r = 0; r < group.ranks(); ++r)
     blocks.push_back(pointer(address + static_cast<std::size_t>(r) * numel * item_bytes(static_cast<DType>(dtype))));
   return blocks;
+}
+
+// Returns what calls `look`, a Python function of whom a wait is for and of what says whether that has come.
+shm::LookElsewhere looking_by(const py::function& look) {
+  const std::shared_ptr<PyObject> held(look.inc_ref().ptr(), [](PyObject* its) {
+    const WithGil gil;
+    Py_DECREF(its);
+  });
+  return [held](int whom, const std::function<bool()>& has_come) {
+    const WithGil gil;
+    const py::cpp_function asked(has_come);
+    PyObject* const answer = PyObject_CallFunction(held.get(), "iO", whom, asked.ptr());
+    if (answer == nullptr) throw PythonError();
+    Py_DECREF(answer);
+  };
 }
 
 // Rows of `row` elements each, or of `call.numel` if that is 0.
@@ -137,7 +153,9 @@ void bind_group(py::module_& m) {
       .def("made_by", &Group::made_by, py::arg("rank"))
       .def("ended", &Group::ended)
       .def("is_part_of", [](Group& g, std::vector<int> ranks, int size) { g.is_part_of({std::move(ranks), size}); }, py::arg("ranks"), py::arg("size"))
-      .def("look_elsewhere_by", [](Group& g, const py::function& look) { g.look_elsewhere_by(asking(look.ptr())); }, py::arg("look"))
+      .def("look_elsewhere_by", [](Group& g, const py::function& look, bool always) { g.look_elsewhere_by(looking_by(look), always); },
+           py::arg("look"), py::arg("always"))
+      .def("tell_going_on", &Group::tell_going_on)
       .def_property_readonly("is_broken", &Group::is_broken)
       .def_property_readonly(
           "failure",

@@ -55,7 +55,7 @@ Group::Group(Setup setup)
   mapping_->populate(0, at_.resident, false);
   Control& control = *reinterpret_cast<Control*>(area_);
   const auto waiting = [&](std::uint32_t& asleep, std::size_t sleepers) {
-    return Waiter::Setup{&control.failure, &asleep, reinterpret_cast<Sleeper*>(area_ + sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
+    return Waiter::Setup{&control.failure, &control.gone_on, &asleep, reinterpret_cast<Sleeper*>(area_ + sleepers), rank_, ranks_, setup_.pidfds, setup_.pids,
                          setup_.ranks_per_core, setup_.about_to_block, setup_.check_interrupt};
   };
   waiter_ = std::make_unique<Waiter>(waiting(control.sleepers, at_.sleepers));
@@ -70,9 +70,9 @@ Group::Group(Setup setup)
   try {
     const Entry entry(*this, hello);
     publish(hello);
-    waiter_->look_elsewhere_by(std::exchange(setup_.look, {}));
+    if (setup_.look) waiter_->look_elsewhere_by([look = std::exchange(setup_.look, {})](int, const auto&) { look(); }, /*always=*/true);
     meet(hello);
-    waiter_->look_elsewhere_by({});
+    waiter_->look_elsewhere_by({}, false);
     if (ranks_ > 1) measure_line("new_group");
     is_part_of({});
   } catch (const Mismatch&) {
@@ -153,10 +153,12 @@ void Group::is_part_of(const Whole& whole) {
   mailbox_->is_part_of(whole);
 }
 
-void Group::look_elsewhere_by(const std::function<void()>& look) {
-  waiter_->look_elsewhere_by(look);
-  mailbox_->look_elsewhere_by(look);
+void Group::look_elsewhere_by(const LookElsewhere& look, bool always) {
+  waiter_->look_elsewhere_by(look, always);
+  mailbox_->look_elsewhere_by(look, always);
 }
+
+void Group::tell_going_on() { store_relaxed(reinterpret_cast<Control*>(area_)->gone_on, 1u); }
 
 void Group::close() {
   if (is_closed_) return;

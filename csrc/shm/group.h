@@ -195,7 +195,8 @@ class Group {
   void is_part_of(const Whole& whole);     // and its ranks
   // Calls and messages that wait long ask `look`; see Waiter. The making of groups from this one does not: it may be of those
   // who live.
-  void look_elsewhere_by(const std::function<void()>& look);
+  void look_elsewhere_by(const LookElsewhere& look, bool always);
+  void tell_going_on();  // has the others look so, where that is not always: this rank makes a group of another one, which is broken
   // From now on the calls are written on the process's board; see [Note: the board].
   void record_on(std::shared_ptr<Log> log);
 
@@ -244,7 +245,7 @@ class Group {
   void end_started();      // waits as a call does; its errors are for who asks for it, but for those of a signal handler
   void end_before_another();  // the same, and unclaims if that throws
   void end_by_close();        // takes the claim, and closes; what has not come by then never will
-  void look_at_started();  // ends it if that needs nobody any more
+  bool look_at_started();  // ends it if that needs nobody any more; whether it has looked around, as often, and not ended it
   void await_started(Deadline& deadline);
   void take_turn(int turns);  // of waiting for another thread, after so many; without the claim
   void finish_started(std::exception_ptr error);

@@ -86,6 +86,7 @@ struct alignas(2 * kLine) Control {
   std::uint32_t sleepers, mail_sleepers;  // how many ranks sleep in a futex: in a collective, for a message
   std::uint32_t left;      // how many members have closed the group
   std::uint32_t forgotten; // how many have destroyed it, too
+  std::uint32_t gone_on;   // a member makes a group of another one, which is broken: who waits in this one looks there
 };
 
 // Byte offsets inside the area of a group of `ranks` members.

@@ -139,7 +139,7 @@ bool Mailbox::test(const std::shared_ptr<Message>& message) {
     looked_ns_ = monotonic_ns();
     Deadline never{0, std::numeric_limits<std::int64_t>::max()};
     try {
-      check(lock, *message, never);
+      look_around(lock, *message, never);
     } catch (const Failed&) {
       lock.lock();
       break_off(std::current_exception());
@@ -204,8 +204,9 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
   } catch (const Failed&) {
     leave();
     break_off(std::current_exception());
-  } catch (...) {  // Ctrl-C: the message stays under way
+  } catch (...) {  // the caller's own (Ctrl-C): the message stays under way, unless this rank has abandoned the group by it
     leave();
+    if (const auto error = waiter_.abandoned("send/recv")) break_off(error);
     throw;
   }
   leave();
@@ -224,20 +225,15 @@ void Mailbox::look_on(std::unique_lock<std::mutex>& lock, const Message& message
 }
 
 void Mailbox::look_around(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
-  lock.unlock();
-  waiter_.ask_caller();
-  lock.lock();
-  check(lock, message, deadline);
-}
-
-void Mailbox::check(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
   const int peer = message.peer;  // another thread's progress may find out who the sender is
+  const bool is_users = message.tag <= kLastTag;
   lock.unlock();
   const auto has_come = [&] {
     const std::lock_guard<std::mutex> inner(mutex_);
     return message.is_done || is_anything_new();
   };
-  waiter_.check(peer, deadline, message.is_send ? "send" : "recv", has_come, /*is_users=*/message.tag <= kLastTag);
+  waiter_.ask_caller(peer >= 0 ? peer : is_users ? kWhoever : kNobodyYet, has_come);
+  waiter_.check(peer, deadline, message.is_send ? "send" : "recv", has_come, is_users);
   lock.lock();
 }
 

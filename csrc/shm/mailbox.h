@@ -71,7 +71,7 @@ class Mailbox {
   // Blocks until it is done. Throws Mismatch, PeerLost, Timeout; and Late, after which it is under way still.
   void wait(const std::shared_ptr<Message>& message, std::int64_t timeout_ns);
   void record_on(Log* log) { log_ = log; }  // tells the board whose message is waited for
-  void look_elsewhere_by(std::function<void()> look) { waiter_.look_elsewhere_by(std::move(look)); }
+  void look_elsewhere_by(LookElsewhere look, bool always) { waiter_.look_elsewhere_by(std::move(look), always); }
   void is_part_of(Whole whole) { waiter_.is_part_of(std::move(whole)); }
   void set_name(const std::string& group) { waiter_.name(group, &messages_); }  // as the errors call it
   // Every message under way fails; later ones too.
@@ -137,7 +137,6 @@ class Mailbox {
   // Looks for signals, deaths and the time; `lock` is free meanwhile.
   void look_around(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
   // The part of it without signals; what it throws leaves `lock` free.
-  void check(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline);
   // All of these are called with mutex_ held. The bool ones say whether a byte moved.
   bool progress();
   bool push(Outbound& outbound, bool by_turns);

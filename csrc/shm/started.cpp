@@ -46,7 +46,8 @@ bool Group::test(Started& started) {
     if (is_in_child()) throw Misuse("forked", waiter_->where(verb_name(started.verb)));
     if (!claim()) return false;
     const Claim claimed{*this};
-    if (!started.has_ended()) look_at_started();
+    const int peer = started.has_ended() || !look_at_started() ? -1 : not_come();
+    if (peer >= 0) waiter_->look_elsewhere(peer, [&] { return is_in_call(peer); });
   }
   if (!started.has_ended()) return false;
   started.throw_if_failed();
@@ -88,7 +89,7 @@ bool Group::drain(std::int64_t timeout_ns) {
 void Group::take_turn(int turns) {
   waiter_->about_to_block();
   usleep(kTurnUs);
-  if (turns % kTurnsAround == 0) waiter_->ask_caller();
+  if (turns % kTurnsAround == 0) waiter_->ask_caller(kNobodyYet, [] { return false; });
 }
 
 void Group::claim_after_waiters(const char* verb) {
@@ -107,19 +108,20 @@ int Group::not_come() const {
   return -1;
 }
 
-void Group::look_at_started() {
+bool Group::look_at_started() {
   const int peer = not_come();
-  if (peer < 0 || is_broken() || is_closed_) return end_started();
+  if (peer < 0 || is_broken() || is_closed_) return end_started(), false;
   const std::int64_t now_ns = monotonic_ns();
-  if (now_ns - looked_ns_ < kLongestNapNs) return;
+  if (now_ns - looked_ns_ < kLongestNapNs) return false;
   looked_ns_ = now_ns;
   started_->deadline.start();
   try {  // who asks again and again must hear that it is in vain
     waiter_->check(peer, started_->deadline, verb_name(started_->verb), [this] { return not_come() < 0; });
   } catch (const Failed&) {
-    if (not_come() >= 0) return finish_started(std::current_exception());
+    if (not_come() >= 0) return finish_started(std::current_exception()), false;
     end_started();
   }
+  return started_ != nullptr;
 }
 
 void Group::await_started(Deadline& deadline) {
@@ -143,7 +145,7 @@ void Group::await_started(Deadline& deadline) {
       if (log_ != nullptr) log_->waits_for(peer);
       waiter_->doze(peer, [&] { return is_in_call(peer); }, nap_ns);
       if (has_come()) return;
-      waiter_->ask_caller();  // a signal handler that raises leaves the call under way
+      waiter_->ask_caller(peer, [&] { return is_in_call(peer); });
       waiter_->check(peer, deadline, verb, has_come, is_users);
     }
   };
@@ -153,6 +155,9 @@ void Group::await_started(Deadline& deadline) {
     throw;
   } catch (const Failed&) {
     if (!has_come()) return finish_started(std::current_exception());  // else somebody died after all that was asked of him
+  } catch (...) {  // the caller's own, which leaves the call under way, unless this rank has abandoned the group by it
+    if (const auto error = waiter_->abandoned(verb_name(started_->verb))) finish_started(error);
+    throw;
   }
   if (log_ != nullptr) log_->waits_no_more();
   end_started();

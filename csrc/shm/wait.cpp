@@ -63,7 +63,7 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
     doze(peer, is_ready, nap_ns);
     if (is_ready()) return;
     try {
-      ask_caller();
+      ask_caller(peer, is_ready);
     } catch (...) {  // this rank leaves in the middle of a call, and the others must not wait for it
       declare(FailureKind::kInterrupted, setup_.rank);
       throw;
@@ -156,6 +156,17 @@ void Waiter::throw_if_broken(const char* doing) const {
     case FailureKind::kInterrupted: throw PeerLost("interrupted", where(doing), culprit, pid, 0);
     default: throw Timeout("timeout", where(doing), {culprit, pid, 0});
   }
+}
+
+std::exception_ptr Waiter::abandoned(const char* doing) const {
+  const auto found = failure();
+  if (!found || found->kind != FailureKind::kInterrupted || found->culprit != setup_.rank) return nullptr;
+  try {
+    throw_if_broken(doing);
+  } catch (const Failed&) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 Where Waiter::where(const char* doing) const {

@@ -22,6 +22,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string>
@@ -84,10 +85,17 @@ struct Deadline {
   }
 };
 
+// Whom a wait is for, where that is not one rank: whoever sends a message; or nobody, who may never come. As in pycomm/transport/_kin.py.
+enum Whom : int { kWhoever = -1, kNobodyYet = -2 };
+
+// Looks elsewhere in a long wait for a rank, or for `Whom`; throws if that is in vain and `has_come`, asked last, says no.
+using LookElsewhere = std::function<void(int whom, const std::function<bool()>& has_come)>;
+
 class Waiter {
  public:
   struct Setup {
     std::uint64_t* failure;       // Control::failure: whatever breaks the group ends all that its ranks wait for
+    std::uint32_t* gone_on;       // Control::gone_on
     std::uint32_t* asleep;        // how many ranks sleep where this one would
     Sleeper* sleepers;            // one a rank
     int rank, ranks;
@@ -128,7 +136,9 @@ class Waiter {
   void look_around(int peer, const char* doing);
   // What Control::failure says, if it says anything.
   std::optional<Failure> failure() const;
-  // Throws that.
+  // What all fails with that this rank waits for, if it has abandoned the group itself; else null.
+  std::exception_ptr abandoned(const char* doing) const;
+  // Throws what it says.
   void throw_if_broken(const char* doing) const;
   // Sleeps until somebody publishes, or for `nap_ns`; `is_ready` and the control line are looked at once more
   // before. tests/model/barrier.pml is the proof.
@@ -142,17 +152,21 @@ class Waiter {
   // To be called before a wait that may take long; see Setup.
   void about_to_block() const { setup_.about_to_block(); }
   // What long waits ask between two naps: runs pending signal handlers, and looks elsewhere; throws what either says.
-  void ask_caller() const {
+  void ask_caller(int whom, const std::function<bool()>& has_come) const {
     setup_.check_interrupt();
-    if (look_elsewhere_) look_elsewhere_();
+    look_elsewhere(whom, has_come);
+  }
+  void look_elsewhere(int whom, const std::function<bool()>& has_come) const {
+    if (look_elsewhere_ && (looks_always_ || load_relaxed(*setup_.gone_on) != 0)) look_elsewhere_(whom, has_come);
   }
 
   Where where(const char* doing) const;
   void name(std::string group, const std::uint64_t* seq) { group_ = std::move(group), seq_ = seq; }
   void is_part_of(Whole whole) { whole_ = std::move(whole); }
   void record_on(Log* log) { log_ = log; }  // tells the board whom the call under way waits for
-  // Before there is anything to wait for. `look` throws if the call is in vain for a reason that these ranks do not see.
-  void look_elsewhere_by(std::function<void()> look) { look_elsewhere_ = std::move(look); }
+  // Before there is anything to wait for. `look` throws if the call is in vain for a reason that these ranks do not see; it is asked always, or
+  // once one of them has gone on, as it may need Python's lock, which another thread may keep.
+  void look_elsewhere_by(LookElsewhere look, bool always) { look_elsewhere_ = std::move(look), looks_always_ = always; }
   // Where all that is waited for takes every rank: `has_begun(r)`, whether rank r takes part in what this one is in.
   void needs_all(std::function<bool(int)> has_begun) { has_begun_ = std::move(has_begun); }
   void declare(FailureKind kind, int culprit);
@@ -179,7 +193,8 @@ class Waiter {
   std::atomic<unsigned> looks_{0};  // around; a mailbox has two threads that look
   bool must_fence_;
   std::int64_t patience_ns_;  // how long to yield; [Note: patience]
-  std::function<void()> look_elsewhere_;  // this and what follows: behind what a short call reads
+  bool looks_always_ = false;
+  LookElsewhere look_elsewhere_;  // this and what follows: behind what a short call reads
   Whole whole_;
   std::function<bool(int)> has_begun_;
 };

@@ -439,6 +439,7 @@ class Group(Observed):
                 self._engine.close()
             if self._turns.is_moving:  # the others may not have heard of it: a second Ctrl-C can end the telling
                 self.transport.calls -= 1
+            self.transport.leave_kin()
             self.transport.close()
         if self._recorder is not None:
             self._recorder.log.close()

@@ -11,6 +11,7 @@ from ..algorithms.executor import meet
 from ..config import seconds
 from ..errors import PeerLostError
 from ..transport._crossings import key_of
+from ..transport._kin import Kin
 
 if TYPE_CHECKING:
     from ..algorithms._agreement import Agreement
@@ -54,8 +55,11 @@ class Subgroups:
             # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
             group.transport.calls += 1
             key = self._key_of(group_ranks or (), with_all)
+            if group.transport.is_broken and group.transport.kin is not None:
+                group.transport.kin.go_on()
             transport = group.transport.split(group_ranks, key, with_all=with_all)
-            if transport is not None:
+            if transport is not None and group_ranks is not None:
+                transport.join_kin(_kin_of(group), [group.ranks[rank] for rank in group_ranks])
                 transport.group_name = name or f"{group.name}.{self._calls}"
             try:
                 if with_all:
@@ -75,6 +79,14 @@ class Subgroups:
         kind = tuple(group_ranks), with_all
         self._made[kind] += 1
         return key_of(group_ranks, self._made[kind], with_all)
+
+
+def _kin_of(group: Group) -> Kin:
+    kin = group.transport.kin
+    if kin is None:
+        kin = Kin()
+        group.transport.join_kin(kin, group.ranks)
+    return kin
 
 
 def _agree_on_members(group: Group, agreement: Agreement, group_ranks: Sequence[int] | None, with_all: bool) -> None:

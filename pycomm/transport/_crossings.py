@@ -90,7 +90,9 @@ class Crossings:
         self._words.tell_making(ranks, key)
         try:
             if old.is_broken and ranks[0] != old.rank:
-                key = self._key_of_first(old, ranks, key, look)
+                its_key = self._key_of_first(old, ranks, key, look)
+                if its_key != key:
+                    self._words.tell_making(ranks, key := its_key)
             self._taken[key >> _COUNT_BITS] = key
             yield key
         except BaseException:
@@ -129,3 +131,18 @@ class Crossings:
             and (lost in mine if (lost in mine) != (lost in theirs) else theirs > mine)
             for theirs in others
         )
+
+    def who_waits(self, old: Transport) -> AbstractSet[int]:
+        """Returns the ranks that wait for this one in a group that they make of ``old``, which is broken."""
+        if self._is_making or not old.is_broken:
+            return frozenset()
+        ended = self._words.ended()
+        made = {rank: self._words.made_by(rank) for rank in range(old.world_size) if rank != old.rank}
+        return {
+            rank
+            for rank, (members, key) in made.items()
+            if old.rank in members
+            and key != self._taken.get(key >> _COUNT_BITS)  # one that this rank has made, too
+            and members not in self._given_up
+            and not members & ended
+        }

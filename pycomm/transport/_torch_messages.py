@@ -93,8 +93,8 @@ class Posted(Request):
 
     def test(self) -> bool:
         self._start_helper()
-        # One from any rank no connection's end ends.
-        if not self._is_done and self._message is not None and self._message.peer < 0:
+        # A connection's end does not end one from any rank, nor one from a rank that goes on in another group.
+        if not self._is_done and self._message is not None:
             self._transport.glance(self.doing, self._message, self._has_ended)
         return self._is_done and self._raise_or_true()
 

@@ -87,16 +87,47 @@ class _LastWord(NamedTuple):
     received: dict[str, int]
 
 
+class _Job:
+    """What the watches of all groups of a job share: the word that somebody makes a group of one that is broken.
+
+    For those who wait in other groups (``_kin.py``): one trip to the store, however many groups there are.
+    """
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._has_gone_on = False
+        self._next_ask_s = 0.0
+
+    def go_on(self) -> None:
+        """Leaves that word."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("going on", "1")
+
+    def has_anyone_gone_on(self) -> bool:
+        now_s = time.monotonic()
+        if self._store is not None and not self._has_gone_on and now_s >= self._next_ask_s:
+            self._next_ask_s = now_s + _ASK_STORE_AT_MOST_S
+            with contextlib.suppress(RuntimeError):
+                self._has_gone_on = self._store.check(["going on"])
+        return self._has_gone_on
+
+
 class Watch:
     """The ranks of one group, as seen from this one. ``failure`` is what broke the group, None as long as it works."""
 
-    def __init__(self, processes: Processes, ranks: Sequence[int], rank: int, store: Store | None) -> None:
-        """``ranks`` are the members by their rank in ``init``, ``store`` this group's own part of the job's store."""
+    def __init__(
+        self, processes: Processes, ranks: Sequence[int], rank: int, store: Store | None, job: _Job | None = None
+    ) -> None:
+        """``ranks`` are the members by their rank in ``init``, ``store`` this group's own part of the job's store;
+        ``job`` is that of the group that this one is made of.
+        """
         self.failure: Failure | None = None
         self._processes = processes
         self._ranks = tuple(ranks)
         self._rank = rank
         self._store: Any = store  # None once there is nothing to ask, which another thread may find at any moment
+        self._job = job or _Job(store)
         self._closed_store: Any = None  # once this rank has closed the group: for those made of it yet
         self._members = [processes.members[member] for member in ranks] if processes.members else []
         self._poll = select.poll()
@@ -133,7 +164,7 @@ class Watch:
         """Returns the watch of a new group of ``ranks`` of this one, where this rank is ``rank``."""
         members = [self._ranks[member] for member in ranks] if self._ranks else ()
         store = self._lasting_store
-        return Watch(self._processes, members, rank, None if store is None else _part(store, key))
+        return Watch(self._processes, members, rank, None if store is None else _part(store, key), self._job)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +268,12 @@ class Watch:
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(f"making{self._rank}", json.dumps([list(ranks), key]))
+        if ranks and self.failure is not None:
+            self._job.go_on()
+
+    def has_anyone_gone_on(self) -> bool:
+        """Says, now and then by a trip to the store, whether a rank makes, or has made, a group of a broken one."""
+        return self._job.has_anyone_gone_on()
 
     def tell_ended(self, rank: int) -> None:
         """Leaves word that ``rank`` has ended, for those of other hosts who wait for it though the group is broken."""
@@ -265,14 +302,34 @@ class Watch:
         store = self._store
         if store is not None and (self.failure is None or self.failure.kind == "closed"):
             with contextlib.suppress(RuntimeError):
-                with self.counting:
-                    sent, received = (
-                        {f"{peer}/{tag}": number for (peer, tag), number in counted.items()}
-                        for counted in (self._sent, self._received)
-                    )
-                store.set(f"closed{self._rank}", json.dumps(_LastWord(calls, sent, received)))
+                store.set(f"closed{self._rank}", json.dumps(self._done(calls)))
                 store.set("news", "1")
         self._store, self._closed_store = None, store or self._closed_store
+
+    def _done(self, calls: int) -> _LastWord:
+        with self.counting:
+            sent, received = (
+                {f"{peer}/{tag}": number for (peer, tag), number in counted.items()}
+                for counted in (self._sent, self._received)
+            )
+        return _LastWord(calls, sent, received)
+
+    def tell_done(self, calls: int) -> None:
+        """Leaves word of what this rank has done so far, which may go on."""
+        store = self._store
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"done{self._rank}", json.dumps(self._done(calls)))
+
+    def is_owed_by(self, rank: int, call: int, message: Message | None) -> bool:
+        """Says whether ``rank`` has left undone what this one waits for, by the word that it has left last."""
+        store = self._store
+        with contextlib.suppress(RuntimeError):
+            word = None if store is None else _word_of(store, f"done{rank}")
+            if word is not None and message is not None and message.peer < 0:  # it has sent no more than is here
+                return self._has_all(word, rank, message.tag)
+            return word is not None and self._is_short(word, rank, call, message)
+        return False
 
     def all_left(self, tag: int, received: Mapping[int, int]) -> Failure | None:
         """Says, by a trip to the store, whether all others have closed the group and what they sent with ``tag`` is
@@ -411,7 +468,10 @@ def _soon_told(store: Any) -> Failure | None:
 
 def _last_word(store: Any, rank: int) -> _LastWord | None:
     """Returns what a rank had done when it closed the group, None if it has not closed it."""
-    key = f"closed{rank}"
+    return _word_of(store, f"closed{rank}")
+
+
+def _word_of(store: Any, key: str) -> _LastWord | None:
     return _LastWord(*json.loads(store.get(key))) if store.check([key]) else None
 
 

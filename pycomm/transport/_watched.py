@@ -7,14 +7,16 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveTimeoutError, PeerLostError
 from . import _wording as wording
 from ._crossings import Crossings
+from ._kin import EVERYBODY, NOBODY
 from ._watch import SLICE_S
-from .base import ANNOUNCEMENT_TAG, Request, Transport, look_at
+from .base import ANNOUNCEMENT_TAG, Request, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +82,9 @@ class WatchedTransport(Transport):
         """
         failure = self.watch.look(self.calls, message)
         if failure is None:
-            if self._larger is not None:
-                look_at(self._larger)
+            is_nobodys = message is not None and message.tag == ANNOUNCEMENT_TAG
+            peer = EVERYBODY if message is None else NOBODY if is_nobodys else message.peer
+            self.look_elsewhere(peer, is_done, message)
             return
         if is_done():
             return
@@ -93,8 +96,19 @@ class WatchedTransport(Transport):
         failure = self.watch.look(self.calls)
         if failure is not None:
             raise self.failed("a call", self.watch.declare(failure))
-        if self._larger is not None:
-            look_at(self._larger)
+        self.look_elsewhere(NOBODY)
+
+    def who_waits(self) -> AbstractSet[int]:
+        if self.watch.failure is None and not self.watch.has_anyone_gone_on():
+            return frozenset()
+        self.watch.ask(self.calls)  # of what broke this group
+        return self.crossings.who_waits(self)
+
+    def tell_done(self) -> None:
+        self.watch.tell_done(self.calls)
+
+    def is_owed_by(self, rank: int, message: Message | None) -> bool:
+        return self.watch.is_owed_by(rank, self.calls, message)
 
     def glance(self, doing: str, message: Message, is_done: Callable[[], bool]) -> None:
         """``check`` once in a while, for who asks again and again whether ``message`` is complete and never waits.

@@ -28,11 +28,13 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from ..errors import ConfigError
+from ._kin import Kin
 from ._wording import Failure, Place, forked
 
 if TYPE_CHECKING:
@@ -40,13 +42,14 @@ if TYPE_CHECKING:
 
     from ..types import ReduceOp
     from ._patience import Look
+    from ._watch import Message
 
     Exchange = Callable[[torch.Tensor, str, float | None], torch.Tensor]  # as Transport.exchange
     Meanwhile = Callable[[], None]  # what a rank does while frames are on their way
     MeanwhileOnHost = Callable[[Sequence[torch.Tensor]], None]
     ExchangeAmong = Callable[[torch.Tensor, str, float | None, Meanwhile | None], torch.Tensor]
 
-__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport", "has_ended", "look_at"]
+__all__ = ["ANNOUNCEMENT_TAG", "FIRST_OWN_TAG", "FRAME_HEADER_BYTES", "Request", "Transport", "has_ended"]
 
 # Tags of messages. Users have those below; from there on, two rounds of messages whose sizes the ranks have agreed on,
 # which need not say them, announcements (mixed.py), four for plans (algorithms/executor.py), and two more. MPI promises
@@ -139,6 +142,7 @@ class Transport(ABC):
     world_size: int
     timeout_s: float
     _larger: weakref.ref[Transport] | None = None
+    kin: Kin | None = None  # of this rank's transports that were made of one another
 
     def __new__(cls, *_arguments: object, **_named: object) -> Self:
         transport = super().__new__(cls)
@@ -247,6 +251,44 @@ class Transport(ABC):
         later, because it was told. Called once, before there is anything to wait for.
         """
         self._larger = weakref.ref(larger)  # which keeps this one
+
+    def join_kin(self, kin: Kin, members: Sequence[int]) -> None:
+        """Has long waits look whether who is waited for has gone on without a rank that is lost, see ``_kin.py``;
+        ``members`` as ``Kin.add`` has them. Called once, before there is anything to wait for.
+        """
+        self.kin = kin
+        kin.add(self, members)
+
+    def leave_kin(self) -> None:
+        """Ends that: this rank leaves the group."""
+        if self.kin is not None:
+            self.kin.remove(self)
+
+    def who_waits(self) -> AbstractSet[int]:
+        """Returns the ranks that make a group of this one, which is broken, and wait for this rank in that."""
+        return frozenset()
+
+    def tell_done(self) -> None:
+        """Leaves word of what this rank has done in this group, for ``is_owed_by``."""
+        return None
+
+    def is_owed_by(self, rank: int, message: Message | None) -> bool:
+        """Whether ``rank``, which is waited for and has left that word, has not done its part of the collective under
+        way, or of ``message``.
+        """
+        return True
+
+    def look_elsewhere(
+        self, peer: int, has_come: Callable[[], bool] | None = None, message: Message | None = None
+    ) -> None:
+        """Looks once in a long wait, with arguments as ``Kin.look`` has them, at what else makes that vain, and raises
+        it.
+        """
+        larger = None if self._larger is None else self._larger()
+        if larger is not None:
+            larger.look_around()
+        if self.kin is not None:
+            self.kin.look(self, peer, has_come, message)
 
     def is_part_of(self, ranks: Sequence[int], size: int) -> None:
         """Has errors call rank r of this group ``ranks[r]`` of ``size``, as a group does that this one is a part of and
@@ -417,10 +459,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything back. Never blocks on a peer, never raises; may be called twice."""
-
-
-def look_at(larger: weakref.ref[Transport]) -> None:
-    """Does what ``look_also_at`` says, for who must not keep the larger group, which keeps it."""
-    transport = larger()
-    if transport is not None:
-        transport.look_around()

@@ -24,6 +24,7 @@ import torch
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
 from . import _wording as wording
 from ._crossings import Crossings, Making
+from ._kin import ANYBODY
 from .base import FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
@@ -165,7 +166,13 @@ class _Receive(Request):
 
     def test(self) -> bool:
         with self.transport.mailbox.changed:
-            return self._has_come()
+            if self._has_come():
+                return True
+        self._look_elsewhere()
+        return False
+
+    def _look_elsewhere(self) -> None:
+        self.transport.look_elsewhere(ANYBODY if self.peer is None else self.peer)
 
     def _has_come(self) -> bool:
         if not self.is_done:
@@ -179,16 +186,23 @@ class _Receive(Request):
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self.transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
+        while not self._comes_soon(deadline, limit_s):
+            self._look_elsewhere()
+
+    def _comes_soon(self, deadline: float, limit_s: float) -> bool:
+        """Waits for this message for a while. Raises CollectiveTimeoutError after ``deadline``."""
         with self.transport.mailbox.changed:
-            while not self._has_come():
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise CollectiveTimeoutError(
-                        f"rank {self.transport.rank} waited {limit_s:.3g} s for a message of {self.flat.nbytes} bytes "
-                        f"from {'any rank' if self.peer is None else f'rank {self.peer}'} with tag {self.tag}, "
-                        f"none came; see whether that rank makes the same calls, or raise the timeout"
-                    )
-                self.transport.mailbox.changed.wait(min(left_s, _LOOK_S))
+            if self._has_come():
+                return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise CollectiveTimeoutError(
+                    f"rank {self.transport.rank} waited {limit_s:.3g} s for a message of {self.flat.nbytes} bytes "
+                    f"from {'any rank' if self.peer is None else f'rank {self.peer}'} with tag {self.tag}, "
+                    f"none came; see whether that rank makes the same calls, or raise the timeout"
+                )
+            self.transport.mailbox.changed.wait(min(left_s, _LOOK_S))
+            return self._has_come()
 
 
 class LocalTransport(Transport):
@@ -276,7 +290,10 @@ class LocalTransport(Transport):
             look()
 
     def abandon(self) -> None:
-        self.fail("it was interrupted in the middle of a call")
+        self.hub.lose(self.rank, "it was interrupted in the middle of a call", self.calls)
+
+    def who_waits(self) -> AbstractSet[int]:
+        return self._crossings.who_waits(self)
 
     def check_lost(self, doing: str) -> None:
         if self.hub.lost:

@@ -41,6 +41,7 @@ from ._wording import Failure, Remembered, why
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
+    from ._kin import Kin
     from ._patience import Look
     from .base import Exchange, Meanwhile, MeanwhileOnHost
 
@@ -103,6 +104,15 @@ class MixedTransport(Transport):
     def group_name(self, name: str) -> None:
         self.outer.group_name = self.inner.group_name = name
 
+    @property
+    def calls(self) -> int:
+        """How many collectives the ranks have agreed on: ``outer`` counts them, and words what goes wrong in one."""
+        return self.outer.calls
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self.outer.calls = calls
+
     def allocate(self, nbytes: int) -> Any:
         """Returns memory that every rank of this host can reach, as ``ShmTransport.allocate`` does."""
         allocate: Callable[[int], Any] = getattr(self.inner, "allocate")  # noqa: B009
@@ -135,7 +145,6 @@ class MixedTransport(Transport):
     def _between_hosts(
         self, exchange: Callable[..., _Frames], frame: torch.Tensor, verb: str, *arguments: Any
     ) -> _Frames:
-        self.outer.calls = self.calls  # it words what goes wrong
         with self.ending_both(verb):
             return exchange(frame, verb, *arguments)
 
@@ -150,24 +159,29 @@ class MixedTransport(Transport):
         return self.outer.failure
 
     def check_given_up(self, doing: str) -> None:
-        self.outer.calls = self.calls
         with self.ending_both(doing):
             self.outer.check_given_up(doing)
 
     def check_lost(self, doing: str) -> None:
-        self.outer.calls = self.calls
         with self.ending_both(doing):
             self.outer.check_lost(doing)
 
     def look_around(self) -> None:
-        self.outer.calls = self.calls
         self.outer.look_around()
 
     def look_also_at(self, larger: Transport) -> None:
         self.outer.look_also_at(larger)
 
+    def join_kin(self, kin: Kin, members: Sequence[int]) -> None:
+        self.kin = kin
+        self.outer.join_kin(kin, members)
+        self.inner.join_kin(kin, [members[rank] for rank in self._neighbours])
+
+    def leave_kin(self) -> None:
+        self.outer.leave_kin()
+        self.inner.leave_kin()
+
     def abandon(self) -> None:
-        self.outer.calls = self.calls
         self.outer.abandon()
         self.inner.abandon()
 
@@ -309,13 +323,14 @@ class MixedTransport(Transport):
         is_of_ranks = isinstance(error, PeerLostError | CollectiveTimeoutError)
         if not is_of_ranks or not isinstance(self.outer, WatchedTransport):
             return error
-        self.outer.calls = self.calls
         watch, (verb, known) = self.outer.watch, why(error)
         if isinstance(error, CollectiveTimeoutError) and known is None:  # this rank's own
             if watch.failure is None:
                 watch.announce("timeout", self.rank, self.calls)
             return error
         failure = watch.search(self.calls)
+        if failure is not None and (failure.kind, failure.rank) == ("interrupted", self.rank):
+            return error  # for which this rank has left: another group is broken, see _kin.py
         if failure is None and known is not None:
             failure = watch.declare(known._replace(call=self.calls))
         return error if failure is None or failure == known else self.outer.failed(doing or verb, failure)
@@ -350,8 +365,7 @@ class MixedTransport(Transport):
         """As ``WatchedTransport``'s, which looks at groups that cross by what has broken ``outer``; nothing else asks
         the other hosts for that.
         """
-        outer.calls = self.calls
-        failure = outer.watch.look(self.calls)
+        failure = outer.watch.look(outer.calls)
         if failure is not None:
             outer.watch.declare(failure)
         if with_all:
@@ -361,7 +375,6 @@ class MixedTransport(Transport):
     def close(self) -> None:
         self._arrivals.close()
         self.inner.close()
-        self.outer.calls = self.calls
         self.outer.close()
 
 

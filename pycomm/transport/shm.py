@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -23,9 +24,10 @@ from ..ops import native
 from ..types import VERBS, ReduceOp, dtype_of_name
 from ._crossings import Crossings, Making
 from ._handoff import share_memory
+from ._kin import NOBODY
 from ._patience import Look, Patience
 from ._wording import CODES, Failure
-from .base import Request, Transport, look_at
+from .base import Request, Transport
 
 if TYPE_CHECKING:
     from . import ConnectSpec
@@ -130,6 +132,7 @@ class ShmTransport(Transport):
             maker_size=0 if maker is None else maker.size,
         )
         self._whole = _Whole(range(self.world_size), self.world_size)
+        self._group.look_elsewhere_by(partial(_look_elsewhere, weakref.ref(self)), always=False)
         self._crossings = Crossings(_Words(self._group))
         self.fast: Mapping[str, Callable[..., Any]] = MappingProxyType(
             self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
@@ -171,13 +174,17 @@ class ShmTransport(Transport):
 
     def look_around(self) -> None:
         self._group.check_lost("a call")
-        if self._larger is not None:
-            look_at(self._larger)
+        self.look_elsewhere(NOBODY)
 
     def look_also_at(self, larger: Transport) -> None:
         super().look_also_at(larger)
-        assert self._larger is not None
-        self._group.look_elsewhere_by(partial(look_at, self._larger))
+        self._group.look_elsewhere_by(partial(_look_elsewhere, weakref.ref(self)), always=True)
+
+    def who_waits(self) -> AbstractSet[int]:
+        return self._crossings.who_waits(self)
+
+    def tell_done(self) -> None:
+        self._group.tell_going_on()
 
     def is_part_of(self, ranks: Sequence[int], size: int) -> None:
         self._whole = _Whole(ranks, size)
@@ -330,6 +337,13 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._group.close()
+
+
+def _look_elsewhere(transport: weakref.ref[ShmTransport], peer: int, has_come: Callable[[], bool]) -> None:
+    """For the native group, which must not keep the transport that has it."""
+    own = transport()
+    if own is not None:
+        own.look_elsewhere(peer, has_come)
 
 
 def _row(whole: torch.Tensor) -> int:

@@ -61,6 +61,7 @@ class Used:
         self.spec = spec
         self.compressor = parse(spec)
         self.accounts: dict[str, Account] = {}
+        self.largest: dict[str, float] = {}  # given or arrived so far, by names: sums keep its rounding
 
     @property
     def layers(self) -> Iterator[Compressor]:
@@ -108,7 +109,7 @@ class CompressionProgram(Program):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.used: list[Used] = []
-        self.n = self.world.world_size
+        self.n, self.me = self.world.world_size, self.world.rank
         dtypes = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16]
         self.tensors = []
         for number in range(14):
@@ -203,6 +204,9 @@ class CompressionProgram(Program):
         total, result = sum(each.double().reshape(-1) for each in inputs), result.double().reshape(-1)
         assert isinstance(total, torch.Tensor)
         assert result.isfinite().all(), f"{what}: not finite"
+        largest = sum(float(each.abs().max()) for each in inputs if each.numel())
+        so_far = used.largest.get(tensor.name, 0.0)
+        used.largest[tensor.name] = max(so_far, largest, float(result.abs().max()) if result.numel() else 0.0)
         if not used.feeds_back:
             return
         account = used.accounts.setdefault(tensor.name, Account(torch.zeros_like(total)))
@@ -211,12 +215,12 @@ class CompressionProgram(Program):
         pycomm.all_reduce(owed, group=self.world)
         account.given += total
         account.got += result
-        largest = sum(float(each.abs().max()) for each in inputs if each.numel())
         sent = max((float(each.abs().max()) for each in (result, owed, mine) if each.numel()), default=0.0)
         # What float32 rounds; the result in its own type; and sums that are formed in 16 bits on the wire.
         account.slack += 3e-6 * (largest + sent) * self.n
         if tensor.dtype != torch.float32:
-            account.slack += torch.finfo(tensor.dtype).eps * sent
+            kind = torch.finfo(tensor.dtype)
+            account.slack += kind.eps * (sent + self.n * kind.smallest_normal)
         if used.compressor.codec.name == "cast":
             account.slack += self.n * torch.finfo(used.compressor.codec.wire_dtype).eps * (largest + sent)
         off = float((account.got + owed - account.given).abs().max()) if total.numel() else 0.0
@@ -231,7 +235,7 @@ class CompressionProgram(Program):
         pycomm.all_reduce(estimates, group=self.world)
         result = result.double().reshape(-1)
         if result.numel():
-            scale = float(estimates.abs().max()) + float(result.abs().max())
+            scale = float(estimates.abs().max()) + used.largest[tensor.name]
             slack = scale * self.n * (torch.finfo(tensor.dtype).eps + 1e-5 * (1 + self.step / 50)) + 1e-4
             if used.compressor.codec.name == "cast":
                 slack += scale * self.n * self.step * torch.finfo(used.compressor.codec.wire_dtype).eps
@@ -263,7 +267,7 @@ class CompressionProgram(Program):
         what = f"all_reduce {op.name} {tensor} by {used.spec} {options.get('algorithm')} async={is_async}"
         self.note(what)
         is_due = used.is_due(tensor.name)
-        argument, read = self.placed(used, inputs[self.rank])
+        argument, read = self.placed(used, inputs[self.me])
         with self.unchanged_by_error(used, read, what) as refused:
             work = pycomm.all_reduce(argument, op, self.world, is_async, **options)
             if work is not None:
@@ -292,7 +296,7 @@ class CompressionProgram(Program):
         what = f"together {[(each.name, each.shape) for each in chosen]} {dtype} by {used.spec}"
         self.note(what)
         given = [self.values(each, salt) for salt, each in enumerate(chosen)]
-        placed = [self.placed(used, inputs[self.rank]) for inputs in given]
+        placed = [self.placed(used, inputs[self.me]) for inputs in given]
         routed = [each for each in chosen if used.compressor.routes([Part(each.name, each.shape)])[0][0].name != "none"]
         with pycomm.coalescing(self.world) if len({used.is_due(each.name) for each in routed}) < 2 else nullcontext():
             for tensor, (argument, _) in zip(chosen, placed, strict=True):
@@ -307,7 +311,7 @@ class CompressionProgram(Program):
         is_list = self.dice.random() < 0.3
         what = f"reduce_scatter {op.name} {tensor} by {used.spec} {options.get('algorithm')} list={is_list}"
         self.note(what)
-        argument, read = self.placed(used, inputs[self.rank])
+        argument, read = self.placed(used, inputs[self.me])
         part = torch.empty(tensor.shape[0] // self.n, dtype=tensor.dtype)
         pieces = list(read().clone().chunk(self.n)) if tensor.shape[0] else [part.clone()] * self.n
         with self.unchanged_by_error(used, read, what) as refused:
@@ -315,7 +319,7 @@ class CompressionProgram(Program):
                 pycomm.reduce_scatter(part, pieces, op, self.world, **options)
             else:
                 pycomm.reduce_scatter_single(part, argument, op, self.world, **options)
-        assert torch.equal(read(), inputs[self.rank]), f"{what}: the input was written to"
+        assert torch.equal(read(), inputs[self.me]), f"{what}: the input was written to"
         if self.told_alike(refused, options, what):
             return
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -330,7 +334,7 @@ class CompressionProgram(Program):
         self.note(what)
         numel = inputs[0].numel()
         whole = torch.empty(self.n * numel, dtype=tensor.dtype)
-        argument, read = self.placed(used, inputs[self.rank].reshape(-1))
+        argument, read = self.placed(used, inputs[self.me].reshape(-1))
         named = Part(f"gathered {tensor.name}", (numel,))
         if not all(each.is_for_gathers for each, _ in used.compressor.routes([named])):
             return
@@ -338,7 +342,7 @@ class CompressionProgram(Program):
             pycomm.all_gather_single(whole, argument, self.world, **options)
         if self.told_alike(refused, options, what):
             return
-        assert torch.equal(read(), inputs[self.rank].reshape(-1)), f"{what}: the input was written to"
+        assert torch.equal(read(), inputs[self.me].reshape(-1)), f"{what}: the input was written to"
         self.equal_everywhere(whole, what)
         # The sum over the ranks of what arrived, and of what they owe, goes by the same law.
         gathered = Named(f"gathered {tensor.name}", (numel,), tensor.dtype, False)
@@ -354,7 +358,7 @@ class CompressionProgram(Program):
         inputs[odd].view(-1)[self.dice.randrange(inputs[odd].numel())] = value
         what = f"{value} on {odd} in {tensor} by {used.spec}"
         self.note(what)
-        argument, read = self.placed(used, inputs[self.rank])
+        argument, read = self.placed(used, inputs[self.me])
         for turn in range(4):  # with every:3 it goes out by the third
             pycomm.all_reduce(argument, group=self.world, compression=used.compressor, name=tensor.name)
             self.equal_everywhere(read(), what)
@@ -373,8 +377,8 @@ class CompressionProgram(Program):
         self.note(what)
         if self.n < 2:
             return
-        other: Any = parse("fp8_e5m2:block_numel=32") if self.rank == odd else used.compressor
-        argument, read = self.placed(used, inputs[self.rank])
+        other: Any = parse("fp8_e5m2:block_numel=32") if self.me == odd else used.compressor
+        argument, read = self.placed(used, inputs[self.me])
         with self.unchanged_by_error(used, read, what) as refused:
             pycomm.all_reduce(argument, group=self.world, compression=other, name=tensor.name)
         assert [type(each) for each in refused] == [pycomm.CollectiveMismatchError], f"{what}: {refused}"

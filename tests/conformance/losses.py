@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import threading
+from functools import partial
 from typing import Any
 
 from programs import Program
 
 import pycomm
 from harness import run_ranks
+from losing import HOW, lose, victim_of
 
-HOW = ("killed", "interrupted", "leaves")  # by SIGKILL; by Ctrl-C, wherever it is; with its program done, as it has it
+__all__ = ["HOW", "bereaved", "run"]
 
 
 def run(
     ranks: int, seed: int, transport: str, how: str, kind: type[Program] = Program, timeout_s: float = 600.0
 ) -> list[Any]:
     """Runs the program ``seed`` of a ``kind``; returns what each rank was told of the loss."""
-    died = [_victim_of(seed, ranks)] if how == "killed" else []
+    died = [victim_of(seed, ranks)] if how == "killed" else []
     job = (bereaved, seed, transport, how, kind)
     told = run_ranks(ranks, *job, transport=transport, casualties=died, timeout_s=timeout_s)
-    assert all(each for rank, each in enumerate(told) if rank != _victim_of(seed, ranks)), "somebody was not told"
+    assert all(each for rank, each in enumerate(told) if rank != victim_of(seed, ranks)), "somebody was not told"
     return told
-
-
-def _victim_of(seed: int, ranks: int) -> int:
-    return random.Random(seed).randrange(ranks)
 
 
 def bereaved(rank: int, seed: int, transport: str, how: str, kind: type[Program]) -> list[str]:
     """One rank's part."""
     ranks = pycomm.world_size()
-    victim = _victim_of(seed, ranks)
+    victim = victim_of(seed, ranks)
     # Of one of all others nobody could say whether it is the program's or that of those who go on: docs/faults.md.
     program = kind(rank, seed, transport, group_sizes=[size for size in range(1, ranks + 1) if size != ranks - 1])
     if rank == victim:
@@ -70,26 +65,5 @@ def _lose(program: Program, dice: random.Random, how: str) -> None:
     """Runs ``program`` until this rank is lost."""
     if how == "leaves":
         program.run(dice.randrange(200))
-        return
-    delay_s, has_left = dice.uniform(0.0, 1.5), threading.Event()
-
-    def interrupt(signum: int, frame: Any) -> None:
-        if not has_left.is_set():
-            raise KeyboardInterrupt
-
-    def end() -> None:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        while not has_left.is_set():  # again: what a destructor raises is lost
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            has_left.wait(0.3)
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        threading.Timer(delay_s, end).start()  # which may be over before this returns
-        program.run(1_000_000)
-    except KeyboardInterrupt:
-        pass
-    finally:  # else the thread would keep a process that fails
-        has_left.set()
-        signal.signal(signal.SIGINT, before)
+    else:
+        lose(partial(program.run, 1_000_000), program.seed, how)

@@ -49,8 +49,11 @@ def test_programs_of_compressed_calls(transport: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("how", "transport"), [*zip(losses.HOW, ["mixed", "shm", "torch"], strict=True)])
-def test_programs_of_items_go_on_without_a_rank_that_is_lost(how: str, transport: str) -> None:
-    losses.run(4 if transport == "mixed" else 3, 15, transport, how, stream_programs.StreamProgram)
+@pytest.mark.parametrize("kind", [stream_programs.StreamProgram, compression_programs.CompressionProgram])
+def test_programs_of_other_calls_go_on_without_a_rank_that_is_lost(
+    kind: type[programs.Program], how: str, transport: str
+) -> None:
+    losses.run(4 if transport == "mixed" else 3, 15, transport, how, kind)
 
 
 def dies_in_a_call_that_the_others_never_come_to(rank: int) -> None:

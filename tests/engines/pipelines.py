@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ class Training:
         assert error < BOUND, f"{self.what}, {name}: {error} off"
 
 
-def pipelines(rank: int, seeds: Sequence[int]) -> None:
+def pipelines(rank: int, seeds: Iterable[int]) -> None:
     """Runs this rank's part of the trainings ``seeds``."""
     for seed in seeds:
         Training(seed, rank, pycomm.world_size()).run()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -300,7 +300,7 @@ class Training:
             assert (difference <= 1e-8 + 1e-6 * whole.abs()).all(), f"{what}, {name}: {difference.max()} off"
 
 
-def trainings(rank: int, seeds: Sequence[int]) -> None:
+def trainings(rank: int, seeds: Iterable[int]) -> None:
     """Runs this rank's part of the trainings ``seeds``."""
     for seed in seeds:
         Training(seed, rank, pycomm.world_size()).run()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines import pipelines, tensor_trainings, trainings
+from engines import losses, pipelines, tensor_trainings, trainings
 from harness import run_ranks
 
 
@@ -24,3 +24,11 @@ def test_random_pipelines_equal_one_process(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "number"), [(2, 4), (3, 4), (4, 8)])
 def test_random_trainings_of_cut_models_equal_one_process(ranks: int, number: int) -> None:
     run_ranks(ranks, tensor_trainings.trainings, range(1000 * ranks, 1000 * ranks + number))
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "seed", "how"),
+    [("trainings", "shm", 25985, "killed"), ("tensor", "torch", 1, "leaves"), ("pipelines", "mixed", 3, "interrupted")],
+)
+def test_trainings_end_where_a_rank_is_lost(kind: str, transport: str, seed: int, how: str) -> None:
+    losses.run(4, kind, seed, transport, how)

@@ -15,7 +15,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -247,13 +247,13 @@ class Training:
         return (self.seed * 64 + step) * 8 + index
 
 
-def trainings(rank: int, seeds: Sequence[int]) -> None:
+def trainings(rank: int, seeds: Iterable[int]) -> None:
     """Runs this rank's part of the trainings ``seeds``."""
     for seed in seeds:
         Training(seed, rank, pycomm.world_size()).run()
 
 
-def main(about: str | None, job: Callable[[int, Sequence[int]], None]) -> None:
+def main(about: str | None, job: Callable[[int, Iterable[int]], None]) -> None:
     """The command line of a file whose ``job`` runs a rank's part of some trainings."""
     from harness import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 from laws import EVERYWHERE
 
 import pycomm
-from harness import check_sum, run_ranks
+from harness import check_sum, run_ranks, wait_until
 from pycomm import PeerLostError
 
 # Of rank 3 of 4, over processes and where ranks are threads.
@@ -91,3 +91,45 @@ def leave_them_waiting(rank: int) -> None:
 @pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
 def test_whoever_waits_is_told_who_has_left(transport: str) -> None:
     run_ranks(4, leave_them_waiting, transport=transport, timeout_s=100.0)
+
+
+WAITS: list[Callable[[Any], object]] = [
+    lambda pair: pycomm.all_reduce(torch.ones(5), group=pair),
+    lambda pair: pycomm.all_reduce(torch.ones(50_000), group=pair, algorithm="ring"),
+    lambda pair: pycomm.all_reduce(torch.ones(5), group=pair, async_op=True).wait(),
+    lambda pair: receive(pair, 1),
+    lambda pair: pycomm.recv(torch.ones(5), group=pair),  # from anybody
+    lambda pair: pycomm.all_gather_object([None, None], "x", group=pair),
+    lambda pair: poll(pycomm.irecv(torch.ones(5), group=pair, group_src=1)),
+    lambda pair: poll(pycomm.barrier(pair, async_op=True)),
+]
+
+
+def poll(work: Any) -> None:
+    wait_until(work.is_completed)
+    work.wait()
+
+
+def wait_for_one_that_goes_on(rank: int) -> None:
+    """Rank 3 leaves, of which one hears, and makes a group of those who live; rank 0 waits for it in another group."""
+    rounds: list[tuple[int, Callable[[Any], object], Any, Any, Any]] = []
+    for number, wait in enumerate(WAITS):
+        told = 1 + number % 2  # on the host of rank 0, or on another one
+        whole = pycomm.new_group(range(4))
+        rounds.append((told, wait, whole, *(pycomm.new_group(pair, group=whole) for pair in ([told, 3], [0, told]))))
+    if rank == 3:
+        for _, _, whole, _, _ in rounds:
+            whole.close()
+    for told, wait, whole, doomed, pair in rounds:
+        if rank == told:
+            be_told(pycomm.barrier, doomed, of=1, ranks=2)
+        elif rank == 0:
+            be_told(wait, pair)
+        if rank != 3:
+            go_on_without(whole)
+    check_sum()
+
+
+@pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
+def test_who_waits_for_one_that_goes_on_is_told_why(transport: str) -> None:
+    run_ranks(4, wait_for_one_that_goes_on, transport=transport, timeout_s=100.0)

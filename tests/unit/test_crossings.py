@@ -41,7 +41,12 @@ class Words:
 def old_group(failure: Failure | None, rank: int = 0) -> Any:
     """Returns the group that groups are made of."""
     return SimpleNamespace(
-        rank=rank, failure=failure, is_broken=failure is not None, timeout_s=0.05, place=lambda verb: f"{verb} here"
+        rank=rank,
+        world_size=4,
+        failure=failure,
+        is_broken=failure is not None,
+        timeout_s=0.05,
+        place=lambda verb: f"{verb} here",
     )
 
 
@@ -88,7 +93,7 @@ def test_the_others_take_the_key_of_the_first() -> None:
     ):
         assert key == key_of([0, 1], 5)
         assert my == 3, "inside a span the key is the one that is given"
-    assert words.told == [((0, 1), key_of([0, 1], 2)), ((), 0)]
+    assert words.told == [((0, 1), key_of([0, 1], 2)), ((0, 1), key_of([0, 1], 5)), ((), 0)]
 
 
 @pytest.mark.parametrize("first", [key_of([1, 0], 5), key_of([0, 1], 5), key_of([0, 1], 6, with_all=True), 0])
@@ -119,6 +124,26 @@ def test_what_the_wait_for_the_key_looks_at_ends_it() -> None:
     wait: Callable[..., Any] = Crossings(Words()).making
     with pytest.raises(RuntimeError, match="enough"), wait(old_group(LOST, rank=1), [0, 1], key_of([0, 1], 1), look):
         pass
+
+
+def test_who_waits_for_this_rank() -> None:
+    with_me, without = Making(frozenset({0, 1, 2}), key_of([0, 1, 2], 5)), Making(frozenset({1, 2}), 7)
+    words = Words(r1=with_me, r2=without)
+    crossings, old = Crossings(words), old_group(LOST)
+    assert crossings.who_waits(old) == {1}
+    assert crossings.who_waits(old_group(None)) == set(), "of a group that is whole all ranks make groups together"
+    words.dead = {2}
+    assert crossings.who_waits(old) == set(), "they will hear of it"
+    words.dead = set()
+    with crossings.making(old, [0, 1, 2], key_of([0, 1, 2], 5), ignore):
+        assert crossings.who_waits(old) == set(), "this rank is coming"
+    assert crossings.who_waits(old) == set(), "it has come, and that one does not know yet"
+    words.made[1] = Making(frozenset({0, 1, 2}), key_of([0, 1, 2], 6))
+    assert crossings.who_waits(old) == {1}, "once more"
+    with pytest.raises(ValueError, match="x"), crossings.making(old, [0, 1, 2], key_of([0, 1, 2], 6), ignore):
+        raise ValueError("x")
+    words.made[1] = Making(frozenset({0, 1, 2}), key_of([0, 1, 2], 7))
+    assert crossings.who_waits(old) == set(), "it was given up"
 
 
 def test_keys_are_positive_and_differ() -> None:
