@@ -157,7 +157,8 @@ class Waiter {
     look_elsewhere(whom, has_come);
   }
   void look_elsewhere(int whom, const std::function<bool()>& has_come) const {
-    if (look_elsewhere_ && (looks_always_ || load_relaxed(*setup_.gone_on) != 0)) look_elsewhere_(whom, has_come);
+    const bool may_be_in_vain = load_relaxed(*setup_.gone_on) != 0 && load_acquire(*setup_.failure) == 0;
+    if (look_elsewhere_ && (looks_always_ || may_be_in_vain)) look_elsewhere_(whom, has_come);
   }
 
   Where where(const char* doing) const;

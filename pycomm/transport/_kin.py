@@ -14,12 +14,13 @@ that does not show (bytes may be under way), it leaves word of what it had done.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import PeerLostError
+from ..errors import TransportError
 
 if TYPE_CHECKING:
     from ._watch import Message
@@ -46,19 +47,26 @@ class Kin:
 
     def __init__(self) -> None:
         """Begins with none."""
+        self._changing = threading.Lock()
         self._places: weakref.WeakKeyDictionary[Transport, _Place] = weakref.WeakKeyDictionary()
 
     def add(self, transport: Transport, members: Sequence[int]) -> None:
         """Takes in ``transport``, whose rank r is ``members[r]`` of the group that all come from."""
-        self._places[transport] = _Place(members)
+        with self._changing:
+            self._places[transport] = _Place(members)
 
     def remove(self, transport: Transport) -> None:
         """Forgets ``transport``, whose group this rank has left."""
-        self._places.pop(transport, None)
+        with self._changing:
+            self._places.pop(transport, None)
+
+    def _all(self) -> list[tuple[Transport, _Place]]:
+        with self._changing:
+            return list(self._places.items())
 
     def go_on(self) -> None:
         """Leaves word in all groups of what this rank has done there: it is about to make one of those who live."""
-        for transport in list(self._places):
+        for transport, _ in self._all():
             transport.tell_done()
 
     def look(
@@ -74,7 +82,7 @@ class Kin:
         place.next_s = now_s + _LOOK_S
         others = {member: rank for rank, member in enumerate(place.members) if rank != waiting.rank}
         awaited = others.keys() if peer in (ANYBODY, EVERYBODY) else {place.members[peer]}
-        for other, its in list(self._places.items()):
+        for other, its in self._all():
             gone_on = awaited & {its.members[rank] for rank in other.who_waits()} if other is not waiting else set()
             owing = {member for member in gone_on if waiting.is_owed_by(others[member], message)}
             if not owing or (peer == ANYBODY and owing != others.keys()) or (has_come is not None and has_come()):
@@ -85,7 +93,7 @@ class Kin:
 def _raise_loss(waiting: Transport, other: Transport) -> None:
     try:
         other.check_lost("a call")
-    except PeerLostError as error:
+    except TransportError as error:
         waiting.abandon()
         error.add_note(
             f"found while waiting in group {waiting.group_name!r}, for a rank that makes a group of those who live of "

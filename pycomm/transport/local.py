@@ -172,7 +172,7 @@ class _Receive(Request):
         return False
 
     def _look_elsewhere(self) -> None:
-        self.transport.look_elsewhere(ANYBODY if self.peer is None else self.peer)
+        self.transport.look_elsewhere(ANYBODY if self.peer is None else self.peer, lambda: self.is_done)
 
     def _has_come(self) -> bool:
         if not self.is_done:

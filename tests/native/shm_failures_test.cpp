@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include <atomic>
+#include <functional>
 #include <thread>
 
 namespace pycomm::shm::test {
@@ -190,6 +191,71 @@ void lose_messages() {
   });
 }
 
+// Rank 0 waits for rank 1, which goes on in another group: it looks there from then on, and abandons this one.
+void wait_for_one_that_goes_on(const std::string& what, const std::function<void(Group&)>& wait) {
+  Host host(2);
+  std::atomic<int> looks{0};
+  std::atomic<bool> has_left{false};
+  run(what, host, [&](int rank, Group& world) {
+    if (rank == 1) {
+      nap_ms(30);
+      expect(looks == 0, what + ": nobody looks elsewhere while nobody has gone on");
+      world.tell_going_on();
+      while (!has_left) nap_ms(1);
+      const std::string text = expect_throw<PeerLost>(what + ", later", [&] { world.barrier({Verb::kBarrier}); });
+      return expect(contains(text, "interrupted 0 "), what + ": who has left is named: " + text);
+    }
+    world.look_elsewhere_by([&](int whom, const std::function<bool()>& has_come) {
+      expect(whom == 1 && !has_come(), what + ": whom it waits for");
+      ++looks;
+      world.abandon();
+      throw Interrupt("elsewhere");
+    }, /*always=*/false);
+    expect_throw<Interrupt>(what, [&] { wait(world); });
+    expect(looks == 1, what + ": it has looked once");
+    has_left = true;
+  });
+}
+
+void look_elsewhere() {
+  static float one = 0;
+  const auto receive = [](Group& group) { return group.mailbox().receive(&one, sizeof one, 1, 1); };
+  const auto start = [](Group& group) {
+    return group.start(Verb::kBarrier, 0, [&group](Step step) {
+      Call call{Verb::kBarrier};
+      call.step = step;
+      group.barrier(call);
+    });
+  };
+  wait_for_one_that_goes_on("a collective in vain", [](Group& group) { group.barrier({Verb::kBarrier}); });
+  wait_for_one_that_goes_on("a message in vain", [&](Group& group) {
+    const auto message = receive(group);
+    try {
+      group.mailbox().wait(message, 20'000'000'000);
+    } catch (const Interrupt&) {
+      expect(message->error != nullptr, "it is under way no more");
+      throw;
+    }
+  });
+  wait_for_one_that_goes_on("a started call in vain", [&](Group& group) {
+    const auto started = start(group);
+    try {
+      group.wait(*started, 0);
+    } catch (const Interrupt&) {
+      expect_throw<PeerLost>("it has ended", [&] { group.wait(*started, 0); });
+      throw;
+    }
+  });
+  wait_for_one_that_goes_on("asking in vain for a message", [&](Group& group) {
+    const auto message = receive(group);
+    while (!group.mailbox().test(message)) nap_ms(1);
+  });
+  wait_for_one_that_goes_on("asking in vain for a started call", [&](Group& group) {
+    const auto started = start(group);
+    while (!group.test(*started)) nap_ms(1);
+  });
+}
+
 }  // namespace
 
 void test_failures() {
@@ -200,6 +266,7 @@ void test_failures() {
   interrupt();
   use_from_two_threads();
   lose_messages();
+  look_elsewhere();
 }
 
 }  // namespace pycomm::shm::test

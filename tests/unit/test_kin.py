@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pycomm import PeerLostError
+from pycomm import CollectiveTimeoutError, PeerLostError
 from pycomm.transport import _kin
 from pycomm.transport._kin import ANYBODY, EVERYBODY, NOBODY, Kin
 
@@ -76,6 +76,18 @@ def test_who_has_done_its_part_is_not_waited_for(kin: Kin) -> None:
     assert waits_in_vain(kin, waiting, EVERYBODY)
     assert not waits_in_vain(kin, waiting, ANYBODY), "one message may yet come"
     del whole
+
+
+def test_a_group_that_ran_out_of_time_is_told_of_too(kin: Kin, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, waiting = Group(kin, [0, 1], me=0, awaited_by={1}), Group(kin, [0, 1], me=0)
+
+    def check_lost(doing: str) -> None:
+        raise CollectiveTimeoutError("time is over")
+
+    monkeypatch.setattr(whole, "check_lost", check_lost)
+    with pytest.raises(CollectiveTimeoutError):
+        kin.look(waiting, 1, None)  # type: ignore[arg-type]
+    assert waiting.is_left
 
 
 def test_groups_that_this_rank_has_left_say_nothing(kin: Kin) -> None:

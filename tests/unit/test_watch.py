@@ -72,6 +72,45 @@ def test_who_waits_in_vain_to_connect_says_so() -> None:
         Watch.connect(dist.HashStore(), 1, 2, Patience(0.05))
 
 
+def test_who_goes_on_leaves_word_of_what_it_has_done() -> None:
+    mine, other = watches()
+    assert not mine.is_owed_by(1, 3, None), "it has not said"
+    other.send(0, TAG)
+    other.receive(0, TAG)
+    other.tell_done(2)
+    assert mine.is_owed_by(1, 3, None) and not mine.is_owed_by(1, 2, None), "a collective"
+    for peer in (1, -1):
+        assert not mine.is_owed_by(1, 2, Message(peer, TAG)), "a message that is on its way"
+    mine.receive(1, TAG)
+    for peer in (1, -1):
+        assert mine.is_owed_by(1, 2, Message(peer, TAG))
+    assert not mine.is_owed_by(1, 2, mine.send(1, TAG)) and mine.is_owed_by(1, 2, mine.send(1, TAG)), "one is here"
+    other.tell_done(3)
+    assert not mine.is_owed_by(1, 3, None)
+    mine.close(3)
+    assert not mine.is_owed_by(1, 4, None)
+
+
+def test_that_somebody_goes_on_is_told_to_all_groups_once_one_is_broken() -> None:
+    store = dist.HashStore()
+    whole = [Watch(Processes(()), range(3), rank, dist.PrefixStore("watch", store)) for rank in range(3)]
+    pair = whole[0].split([0, 1], 0, "pair")
+    whole[1].tell_making([0, 1], 5)
+    assert not pair.has_anyone_gone_on(), "all make it together"
+    pair._job._next_ask_s = 0.0
+    whole[1].announce("lost", 2, 0)
+    whole[1].tell_making([], 0)
+    assert not pair.has_anyone_gone_on()
+    whole[1].tell_making([0, 1], 6)
+    assert not pair.has_anyone_gone_on(), "it asks now and then"
+    pair._job._next_ask_s = 0.0
+    assert pair.has_anyone_gone_on() and whole[0].has_anyone_gone_on()
+    nobody = Watch.nobody(0)
+    nobody.failure = Failure("lost", 1)
+    nobody.tell_making([0], 5)
+    assert not nobody.has_anyone_gone_on()
+
+
 class ClosingStore:
     """A store whose watch another thread closes while it is asked."""
 
