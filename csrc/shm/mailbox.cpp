@@ -16,6 +16,7 @@ namespace pycomm::shm {
 namespace {
 
 constexpr int kSpins = 200, kSpinsCrowded = 1;  // before a rank yields; where ranks share a core, the latter
+constexpr unsigned kMostFailures = 16;           // of yields
 constexpr int kLooksASpin = 4;                   // between which other threads may get in
 // How long nobody may call before the helper moves what there is. To look costs the rank 40 us, so while it is busy that is done ever more rarely.
 constexpr std::chrono::microseconds kHelpAfter{500}, kHelpAfterBusy{4000};
@@ -37,7 +38,7 @@ struct OnBoard {
 Mailbox::Mailbox(unsigned char* area, const AreaLayout& at, Waiter::Setup setup, std::string group, std::optional<bool> offers, Populate populate)
     : area_(area), at_(at), rank_(setup.rank), ranks_(setup.ranks), spins_(setup.ranks_per_core > 1 ? kSpinsCrowded : kSpins), forks_at_start_(forks()),
       // Who sends what this rank waits for may itself wait for ranks of other cores; those of a collective take turns.
-      most_yield_ns_(setup.ranks_per_core * setup.ranks_per_core * kMostYieldNs), yield_ns_(most_yield_ns_),
+      patience_(setup.ranks_per_core * setup.ranks_per_core * kMostYieldNs, kMostFailures),
       pids_(setup.pids), pidfds_(setup.pidfds), waiter_(std::move(setup)), offers_(offers), populate_(std::move(populate)) {
   waiter_.name(std::move(group), &messages_);
   auto* const counters = reinterpret_cast<LineCounter*>(area + at.mail_counters);
@@ -170,7 +171,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
       }
       for (int look = 0; look < kLooksASpin && !is_anything_new(); ++look) pause();
       const bool moved = progress();
-      if (moved && idle > spins_ && !has_slept) yield_ns_ = std::min(2 * yield_ns_, most_yield_ns_);  // [Note: patience] in wait.h
+      if (moved && idle > spins_ && !has_slept) patience_.succeed();
       if (message->is_done) break;
       lock.unlock();
       if (moved) {
@@ -182,10 +183,11 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
         waiter_.about_to_block();
         idle_since = monotonic_ns();
         deadline.start();
-      } else if (monotonic_ns() - idle_since < yield_ns_) {
+        sched_yield();
+      } else if (monotonic_ns() - idle_since < patience_.ns()) {
         sched_yield();
       } else {
-        if (!has_slept) yield_ns_ = std::max(yield_ns_ / 2, kLeastYieldNs);
+        if (!has_slept) patience_.fail();
         has_slept = true;
         if (log_ != nullptr) log_->awaits_mail(message->peer);
         waiter_.doze(-1, [this] {

@@ -167,7 +167,7 @@ class Mailbox {
   unsigned char* area_;
   const AreaLayout at_;
   int rank_, ranks_, spins_, forks_at_start_;
-  std::int64_t most_yield_ns_, yield_ns_;  // how long a wait yields; the second is the driving thread's
+  Patience patience_;  // the driving thread's
   std::vector<int> pids_, pidfds_;
   Waiter waiter_;
   Log* log_ = nullptr;

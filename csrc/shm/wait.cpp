@@ -30,7 +30,7 @@ std::int64_t monotonic_ns() {
 }
 
 Waiter::Waiter(Setup setup)
-    : setup_(std::move(setup)), must_fence_(!has_membarrier()), patience_ns_(setup_.ranks_per_core * kMostYieldNs) {}
+    : setup_(std::move(setup)), must_fence_(!has_membarrier()), patience_(setup_.ranks_per_core * kMostYieldNs) {}
 
 void Waiter::until_slow(const std::uint64_t& word, std::uint64_t target, int peer, Deadline& deadline,
                         const char* doing) {
@@ -54,11 +54,11 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
   do {
     sched_yield();
     if (is_ready()) {
-      patience_ns_ = std::min(2 * patience_ns_, setup_.ranks_per_core * kMostYieldNs);
+      patience_.succeed();
       return;
     }
-  } while (monotonic_ns() - start < patience_ns_);
-  patience_ns_ = std::max(patience_ns_ / 2, kLeastYieldNs);
+  } while (monotonic_ns() - start < patience_.ns());
+  patience_.fail();
   for (std::int64_t nap_ns = kFirstNapNs;; nap_ns = std::min(2 * nap_ns, kLongestNapNs)) {
     doze(peer, is_ready, nap_ns);
     if (is_ready()) return;

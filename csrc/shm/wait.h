@@ -7,7 +7,9 @@
 // [Note: patience] Where other work has the core too, a yield gives the core away for hundreds of microseconds (the kernel
 // takes the rest of its slice from who yields), while a sleeper who is woken comes before that work. So a rank that yielded
 // in vain halves the time it yields, and one that yielded with success doubles it: four ranks beside a busy process take 50
-// to 80 us a small call, where 100 us of yielding each time made it 200.
+// to 80 us a small call, where 100 us of yielding each time made it 200. Messages go from rank to rank: where all sleep each waits until
+// others have woken, and no short yield ever succeeds (four ranks on two cores of Zen 3 took 100 us to send round a ring, for seconds on
+// end, where 8 will do). So who waits for those is now and then as patient as at first.
 //
 // [Note: waking without a fence] A rank that publishes must know whether to wake somebody: store(flag); load(sleepers).
 // On every machine the load may overtake the store, and the fence that forbids it would cost each call 10 to 30 ns. So
@@ -20,6 +22,7 @@
 // ranks are a part of a larger group, whether that is broken.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -90,6 +93,26 @@ enum Whom : int { kWhoever = -1, kNobodyYet = -2 };
 
 // Looks elsewhere in a long wait for a rank, or for `Whom`; throws if that is in vain and `has_come`, asked last, says no.
 using LookElsewhere = std::function<void(int whom, const std::function<bool()>& has_come)>;
+
+// How long a rank yields before it sleeps; [Note: patience].
+class Patience {
+ public:
+  // Whoever fails so often is as patient as at first; 0: never.
+  explicit Patience(std::int64_t most_ns, unsigned most_failures = 0) : most_ns_(most_ns), ns_(most_ns), most_failures_(most_failures) {}
+  std::int64_t ns() const { return ns_; }
+  // What it waited for came while it yielded; or it did not.
+  void succeed() { ns_ = std::min(2 * ns_, most_ns_); }
+  void fail() {
+    ns_ = std::max(ns_ / 2, kLeastYieldNs);
+    if (++failures_ == most_failures_) ns_ = most_ns_, failures_ = 0;
+  }
+
+ private:
+  const std::int64_t most_ns_;
+  std::int64_t ns_;
+  const unsigned most_failures_;
+  unsigned failures_ = 0;
+};
 
 class Waiter {
  public:
@@ -193,7 +216,7 @@ class Waiter {
   Log* log_ = nullptr;
   std::atomic<unsigned> looks_{0};  // around; a mailbox has two threads that look
   bool must_fence_;
-  std::int64_t patience_ns_;  // how long to yield; [Note: patience]
+  Patience patience_;
   bool looks_always_ = false;
   LookElsewhere look_elsewhere_;  // this and what follows: behind what a short call reads
   Whole whole_;
