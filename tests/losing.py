@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 HOW = ("killed", "interrupted", "leaves")  # by SIGKILL; by Ctrl-C, wherever it is; with its program done, as it has it
+_WITHIN_S = 1.5
 
 
 def victim_of(seed: int, ranks: int) -> int:
@@ -17,10 +18,10 @@ def victim_of(seed: int, ranks: int) -> int:
     return random.Random(seed).randrange(ranks)
 
 
-def lose(work: Callable[[], object], seed: int, how: str, within_s: float = 1.5) -> None:
-    """Does ``work``, which has no end, until this rank is lost: killed or interrupted, at some time within that."""
+def lose(work: Callable[[], object], seed: int, how: str) -> None:
+    """Does ``work``, which has no end, until this rank is lost: killed or interrupted, within ``_WITHIN_S``."""
     has_left = threading.Event()
-    delay_s = random.Random(seed).uniform(0.0, within_s)
+    delay_s = random.Random(seed).uniform(0.0, _WITHIN_S)
 
     def interrupt(signum: int, frame: Any) -> None:
         if not has_left.is_set():

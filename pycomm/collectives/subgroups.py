@@ -55,11 +55,12 @@ class Subgroups:
             # To make the group is another call: who gives that up has agreed, and so has who comes late to the first.
             group.transport.calls += 1
             key = self._key_of(group_ranks or (), with_all)
-            if group.transport.is_broken and group.transport.kin is not None:
-                group.transport.kin.go_on()
+            kin = _kin_of(group)
+            if group.transport.is_broken:
+                kin.go_on()
             transport = group.transport.split(group_ranks, key, with_all=with_all)
             if transport is not None and group_ranks is not None:
-                transport.join_kin(_kin_of(group), [group.ranks[rank] for rank in group_ranks])
+                transport.join_kin(kin, [group.ranks[rank] for rank in group_ranks])
                 transport.group_name = name or f"{group.name}.{self._calls}"
             try:
                 if with_all:

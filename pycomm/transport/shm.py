@@ -132,7 +132,7 @@ class ShmTransport(Transport):
             maker_size=0 if maker is None else maker.size,
         )
         self._whole = _Whole(range(self.world_size), self.world_size)
-        self._group.look_elsewhere_by(partial(_look_elsewhere, weakref.ref(self)), always=False)
+        self._have_waits_look_elsewhere(always=False)
         self._crossings = Crossings(_Words(self._group))
         self.fast: Mapping[str, Callable[..., Any]] = MappingProxyType(
             self._group.short_cuts(torch.Tensor, torch.nn.Parameter)
@@ -178,7 +178,10 @@ class ShmTransport(Transport):
 
     def look_also_at(self, larger: Transport) -> None:
         super().look_also_at(larger)
-        self._group.look_elsewhere_by(partial(_look_elsewhere, weakref.ref(self)), always=True)
+        self._have_waits_look_elsewhere(always=True)
+
+    def _have_waits_look_elsewhere(self, *, always: bool) -> None:
+        self._group.look_elsewhere_by(partial(_look_elsewhere, weakref.ref(self)), always)
 
     def who_waits(self) -> AbstractSet[int]:
         return self._crossings.who_waits(self)
