@@ -1,8 +1,9 @@
 #include "progress.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
+
+#include "../clock.h"
 
 namespace pycomm::overlap {
 namespace {
@@ -11,10 +12,6 @@ constexpr double kFirstSPerByte = 1e-9;  // before anything was measured
 constexpr double kWeight = 0.25;         // of the last segment in the time for a byte
 
 }  // namespace
-
-std::int64_t monotonic_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 Progress::Progress(int ranks, std::size_t segment_bytes) : ranks_(ranks), segment_bytes_(segment_bytes), s_per_byte_(kFirstSPerByte) {}
 

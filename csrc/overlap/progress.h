@@ -25,8 +25,6 @@
 
 namespace pycomm::overlap {
 
-std::int64_t monotonic_ns();
-
 class Progress {
  public:
   using Move = std::function<void(std::size_t segment)>;  // throws what goes to whoever waits for the item

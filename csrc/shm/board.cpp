@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -29,12 +28,6 @@ namespace {
 constexpr double kWeight = 1.0 / 16;  // of the last call in the recent averages
 
 constexpr int kClockTries = 5;
-
-std::int64_t clock_ns(clockid_t clock) {
-  struct timespec now;
-  clock_gettime(clock, &now);
-  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
-}
 
 int make_memory() {
   const int fd = memfd_create("pycomm-board", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -71,7 +64,7 @@ std::uint64_t Board::ticks(bool has_tsc) {
   if (has_tsc) return __rdtsc();
 #endif
   (void)has_tsc;
-  return static_cast<std::uint64_t>(clock_ns(CLOCK_MONOTONIC));
+  return static_cast<std::uint64_t>(monotonic_ns());
 }
 
 Board::Board() : fd_(make_memory()), has_tsc_(has_tsc()) {
@@ -91,9 +84,9 @@ Board::Board() : fd_(make_memory()), has_tsc_(has_tsc()) {
   // One moment in both clocks: of a few tries the fastest, since a process can be stopped between two reads, for seconds.
   std::int64_t best_ns = INT64_MAX;
   for (int attempt = 0; attempt < kClockTries; ++attempt) {
-    const std::int64_t before_ns = clock_ns(CLOCK_MONOTONIC);
+    const std::int64_t before_ns = monotonic_ns();
     const std::uint64_t now = ticks(has_tsc_);
-    const std::int64_t took_ns = clock_ns(CLOCK_MONOTONIC) - before_ns;
+    const std::int64_t took_ns = monotonic_ns() - before_ns;
     if (took_ns >= best_ns) continue;
     best_ns = took_ns;
     at.ticks = now;
@@ -177,11 +170,11 @@ bool ask_board(int fd, std::int64_t timeout_ns) {
   auto& at = *reinterpret_cast<BoardHeader*>(mapping.data());
   const std::uint32_t wanted = __atomic_add_fetch(&at.asked, 1, __ATOMIC_ACQ_REL);
   syscall(SYS_futex, &at.asked, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-  const std::int64_t deadline = clock_ns(CLOCK_MONOTONIC) + timeout_ns;
+  const std::int64_t deadline = monotonic_ns() + timeout_ns;
   for (;;) {
     const std::uint32_t answered = __atomic_load_n(&at.answered, __ATOMIC_ACQUIRE);
     if (static_cast<std::int32_t>(answered - wanted) >= 0) return true;
-    const std::int64_t left = deadline - clock_ns(CLOCK_MONOTONIC);
+    const std::int64_t left = deadline - monotonic_ns();
     if (left <= 0) return false;
     const struct timespec nap{left / 1'000'000'000, left % 1'000'000'000};
     syscall(SYS_futex, &at.answered, FUTEX_WAIT, answered, &nap, nullptr, 0);

@@ -179,12 +179,12 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
         has_slept = false;
       } else if (idle < spins_) {
         pause();
-      } else if (idle == spins_) {
-        waiter_.about_to_block();
-        idle_since = monotonic_ns();
-        deadline.start();
-        sched_yield();
-      } else if (monotonic_ns() - idle_since < patience_.ns()) {
+      } else if (idle == spins_ || monotonic_ns() - idle_since < patience_.ns()) {
+        if (idle == spins_) {
+          waiter_.about_to_block();
+          idle_since = monotonic_ns();
+          deadline.start();
+        }
         sched_yield();
       } else {
         if (!has_slept) patience_.fail();

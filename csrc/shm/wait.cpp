@@ -23,12 +23,6 @@ bool has_membarrier() {
 
 }  // namespace
 
-std::int64_t monotonic_ns() {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
-}
-
 Waiter::Waiter(Setup setup)
     : setup_(std::move(setup)), must_fence_(!has_membarrier()), patience_(setup_.ranks_per_core * kMostYieldNs) {}
 

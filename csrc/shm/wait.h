@@ -32,6 +32,7 @@
 #include <utility>
 #include <vector>
 
+#include "../clock.h"
 #include "errors.h"
 #include "layout.h"
 
@@ -60,8 +61,6 @@ inline void pause() {
   asm volatile("yield" ::: "memory");
 #endif
 }
-
-std::int64_t monotonic_ns();
 
 inline constexpr std::int64_t kMostYieldNs = 50'000;  // how long to yield before sleeping, times the ranks that share a core
 inline constexpr std::int64_t kLeastYieldNs = 500;    // as long as one yield takes

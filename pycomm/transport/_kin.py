@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ..errors import TransportError
 
 if TYPE_CHECKING:
-    from ._watch import Message
+    from ._tally import Message
     from .base import Transport
 
 __all__ = ["ANYBODY", "EVERYBODY", "NOBODY", "Kin"]

@@ -17,7 +17,7 @@ import torch
 from ..errors import ConfigError, PycommError, TransportError
 from . import _mpi_memory as memory
 from . import _wording as wording
-from ._watch import Message
+from ._tally import Message
 from .base import Request
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class _Receive(_MpiRequest):
             if self.request is not None:
                 self._is_done = self._transport.poll(self.request, self.doing)
                 if self._is_done:
-                    self._transport.watch.receive(self.source, self.tag)
+                    self._transport.watch.tally.receive(self.source, self.tag)
                     self._transport.forget(self)
         if self._is_done and self.error is not None:
             raise self.error
@@ -205,7 +205,7 @@ class MpiMessages:
                 request = transport.open_communicator().Isend(memory.as_bytes(flat), peer, tag)
         except transport.mpi.Exception as error:
             raise transport.error_of(error, doing) from error
-        send = _Send(transport, request, flat, transport.watch.send(peer, tag))
+        send = _Send(transport, request, flat, transport.watch.tally.send(peer, tag))
         transport.keep(send)
         return send
 

@@ -30,8 +30,8 @@ import torch
 from ..errors import ConfigError, NativeUnavailableError, PycommError, forget_locals
 from ..ops import native
 from . import _wording as wording
+from ._tally import Message
 from ._torch_waits import LAST_LOOK_S, has_come_after_all, helpers, wait_for_a_slice
-from ._watch import Message
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ class Posted(Request):
         # [Note: the end of the interpreter] in _torch_waits.py
         self._finish, self._gloo_message, self.gloo = _finish_nothing, None, None
         # Both at once: a thread that waits for this message and finds it counted, its sender gone, would miss another.
-        with self._transport.watch.counting:
+        with self._transport.watch.tally.counting:
             if self._message is not None and not self._message.is_sent and self.source >= 0:
-                self._transport.watch.receive(self.source, self._message.tag)
+                self._transport.watch.tally.receive(self.source, self._message.tag)
             self._is_done = True
         self._ended.release()
 
@@ -232,7 +232,7 @@ class PlainMessages(_Messages):
         doing = f"sending {flat.nbytes} bytes to rank {peer}"
         group = self._transport.open_group(doing)
         work = self._post(doing, peer, group.send, [flat.view(torch.uint8)], peer, tag)
-        message = self._transport.watch.send(peer, tag)
+        message = self._transport.watch.tally.send(peer, tag)
         return Posted(doing, message, self._transport, partial(finish_all, [work], flat), work)
 
     def _start_receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
@@ -263,7 +263,7 @@ class FramedMessages(PlainMessages):
         _check_tag(tag)
         doing = f"sending {flat.nbytes} bytes to rank {peer} with tag {tag}"
         group = self._transport.open_group(doing)
-        data, message = flat.view(torch.uint8), self._transport.watch.send(peer, tag)
+        data, message = flat.view(torch.uint8), self._transport.watch.tally.send(peer, tag)
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         header = torch.tensor([data.numel(), message.order], dtype=torch.int64, device="cpu")
         frame[:_HEADER_BYTES].view(torch.int64).copy_(header)

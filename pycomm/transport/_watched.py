@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from ..errors import TransportError
     from ._patience import Look
-    from ._watch import Message, Watch
+    from ._tally import Message
+    from ._watch import Watch
 
 __all__ = ["Lateness", "WatchedTransport"]
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ..types import ReduceOp
     from ._patience import Look
-    from ._watch import Message
+    from ._tally import Message
 
     Exchange = Callable[[torch.Tensor, str, float | None], torch.Tensor]  # as Transport.exchange
     Meanwhile = Callable[[], None]  # what a rank does while frames are on their way

@@ -247,7 +247,7 @@ class MixedTransport(Transport):
         with self.ending_both(), self._starting:
             announcement = self._start(told, peer, ANNOUNCEMENT_TAG, is_send=True)
             if peer in self._local and isinstance(self.outer, WatchedTransport):
-                self.outer.watch.send(peer, ANNOUNCEMENT_TAG)  # it counts those that it carries by itself
+                self.outer.watch.tally.send(peer, ANNOUNCEMENT_TAG)  # it counts those that it carries by itself
         return Announced(announcement, self.start(flat, peer, tag, is_send=True), self._arrivals)
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:

@@ -26,7 +26,8 @@ from ._mpi_frames import FrameSwap, FrameSwaps, frame_bytes_for
 from ._mpi_library import import_mpi, is_cuda_aware, leave_unfinalized
 from ._mpi_messages import MpiMessages
 from ._patience import Look, Patience
-from ._watch import SLICE_S, Message, Watch
+from ._tally import Message
+from ._watch import SLICE_S, Watch
 from ._watched import Lateness, WatchedTransport
 
 if TYPE_CHECKING:

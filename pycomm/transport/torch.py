@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from . import ConnectSpec
-    from ._watch import Message
+    from ._tally import Message
     from .base import Exchange, ExchangeAmong, MeanwhileOnHost
 
 __all__ = ["TorchTransport", "as_bytes", "connect", "wrap"]

@@ -142,12 +142,12 @@ def time_out(rank: int, path: str) -> None:
 
 
 class CountingLock:
-    """A watch's lock that looks, whenever it is free again, whether what is counted and what is complete agree."""
+    """A tally's lock that looks, whenever it is free again, whether what is counted and what is complete agree."""
 
-    def __init__(self, watch: Any) -> None:
+    def __init__(self, tally: Any) -> None:
         self.receives: list[Any] = []
         self.looks = 0
-        self._watch, self._lock, self._depth = watch, watch.counting, 0
+        self._tally, self._lock, self._depth = tally, tally.counting, 0
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -157,15 +157,15 @@ class CountingLock:
         self._depth -= 1
         if not self._depth:
             self.looks += 1
-            assert sum(self._watch._received.values()) == sum(receive._is_done for receive in self.receives)
+            assert sum(self._tally._received.values()) == sum(receive._is_done for receive in self.receives)
         self._lock.release()
 
 
 def count_what_is_complete(rank: int) -> None:
     """A rank may have gone as soon as its message is complete here: none must be counted that is not yet."""
     transport: Any = my_transport()
-    transport.watch._received.clear()
-    transport.watch.counting = lock = CountingLock(transport.watch)
+    transport.watch.tally._received.clear()
+    transport.watch.tally.counting = lock = CountingLock(transport.watch.tally)
     for waits in (True, False):  # in the thread that waits, and in a helper's
         flat = torch.empty(100_000, dtype=torch.uint8)
         lock.receives.append(transport.irecv(flat, 1 - rank, 6))

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from pycomm import CollectiveTimeoutError, TransportError
 from pycomm.transport import Patience
+from pycomm.transport._notices import Notices
 from pycomm.transport._processes import Processes
-from pycomm.transport._watch import Message, Watch
+from pycomm.transport._tally import Message
+from pycomm.transport._watch import Watch
 from pycomm.transport._watched import WatchedTransport
 from pycomm.transport._wording import NO_STATUS, Failure
 from pycomm.transport.base import ANNOUNCEMENT_TAG
@@ -24,7 +26,11 @@ TAG = 7
 def watches(number: int = 2) -> list[Watch]:
     """Returns the watches of ``number`` ranks that are all this process."""
     store = dist.HashStore()
-    return [Watch(Processes(()), range(number), rank, dist.PrefixStore("watch", store)) for rank in range(number)]
+    return [watch_of(dist.PrefixStore("watch", store), rank, number) for rank in range(number)]
+
+
+def watch_of(store: Any, rank: int, number: int) -> Watch:
+    return Watch(Processes(()), range(number), rank, Notices(store, rank, number))
 
 
 def asked(watch: Watch, call: int, message: Message | None = None) -> str | None:
@@ -46,11 +52,11 @@ def test_a_call_misses_who_did_not_make_it(made: int, call: int, expected: str |
 def test_a_message_that_was_sent_is_awaited_though_its_sender_has_left() -> None:
     mine, other = watches()
     for _ in range(2):
-        other.send(0, TAG)
+        other.tally.send(0, TAG)
     other.close(0)
     for _ in range(2):
         assert asked(mine, 0, Message(1, TAG)) is None
-        mine.receive(1, TAG)
+        mine.tally.receive(1, TAG)
     assert asked(mine, 0, Message(1, TAG)) == "closed"
 
 
@@ -59,10 +65,10 @@ def test_a_message_from_any_rank_is_awaited_until_all_have_left_and_nothing_is_o
     anybody = Message(-1, TAG)
     second.close(0)
     assert asked(mine, 0, anybody) is None
-    third.send(0, TAG)
+    third.tally.send(0, TAG)
     third.close(0)
     assert asked(mine, 0, anybody) is None
-    mine.receive(2, TAG)
+    mine.tally.receive(2, TAG)
     assert asked(mine, 0, Message(-1, ANNOUNCEMENT_TAG)) is None, "which nobody waits for in earnest"
     assert asked(mine, 0, anybody) == "closed"
 
@@ -75,16 +81,18 @@ def test_who_waits_in_vain_to_connect_says_so() -> None:
 def test_who_goes_on_leaves_word_of_what_it_has_done() -> None:
     mine, other = watches()
     assert not mine.is_owed_by(1, 3, None), "it has not said"
-    other.send(0, TAG)
-    other.receive(0, TAG)
+    other.tally.send(0, TAG)
+    other.tally.receive(0, TAG)
     other.tell_done(2)
     assert mine.is_owed_by(1, 3, None) and not mine.is_owed_by(1, 2, None), "a collective"
     for peer in (1, -1):
         assert not mine.is_owed_by(1, 2, Message(peer, TAG)), "a message that is on its way"
-    mine.receive(1, TAG)
+    mine.tally.receive(1, TAG)
     for peer in (1, -1):
         assert mine.is_owed_by(1, 2, Message(peer, TAG))
-    assert not mine.is_owed_by(1, 2, mine.send(1, TAG)) and mine.is_owed_by(1, 2, mine.send(1, TAG)), "one is here"
+    assert not mine.is_owed_by(1, 2, mine.tally.send(1, TAG)) and mine.is_owed_by(1, 2, mine.tally.send(1, TAG)), (
+        "one is here"
+    )
     other.tell_done(3)
     assert not mine.is_owed_by(1, 3, None)
     mine.close(3)
@@ -93,17 +101,17 @@ def test_who_goes_on_leaves_word_of_what_it_has_done() -> None:
 
 def test_that_somebody_goes_on_is_told_to_all_groups_once_one_is_broken() -> None:
     store = dist.HashStore()
-    whole = [Watch(Processes(()), range(3), rank, dist.PrefixStore("watch", store)) for rank in range(3)]
+    whole = [watch_of(dist.PrefixStore("watch", store), rank, 3) for rank in range(3)]
     pair = whole[0].split([0, 1], 0, "pair")
     whole[1].tell_making([0, 1], 5)
     assert not pair.has_anyone_gone_on(), "all make it together"
-    pair._job._next_ask_s = 0.0
+    pair._notices.job._next_ask_s = 0.0
     whole[1].announce("lost", 2, 0)
     whole[1].tell_making([], 0)
     assert not pair.has_anyone_gone_on()
     whole[1].tell_making([0, 1], 6)
     assert not pair.has_anyone_gone_on(), "it asks now and then"
-    pair._job._next_ask_s = 0.0
+    pair._notices.job._next_ask_s = 0.0
     assert pair.has_anyone_gone_on() and whole[0].has_anyone_gone_on()
     nobody = Watch.nobody(0)
     nobody.failure = Failure("lost", 1)
@@ -115,14 +123,14 @@ class ClosingStore:
     """A store whose watch another thread closes while it is asked."""
 
     def __init__(self, watch: Watch) -> None:
-        self._watch, self._store = watch, watch._store
+        self._notices, self._store = watch._notices, watch._notices._store
 
     def check(self, keys: list[str]) -> bool:
-        self._watch._store = None
+        self._notices.close()
         return self._store.check(keys)
 
     def add(self, key: str, number: int) -> int:
-        self._watch._store = None
+        self._notices.close()
         return self._store.add(key, number)
 
     def get(self, key: str) -> bytes:
@@ -132,7 +140,7 @@ class ClosingStore:
 def test_a_watch_may_be_closed_while_it_asks() -> None:
     mine, other, third = watches(3)
     third.announce("aborted", 1, 5)
-    mine._store, other._store = ClosingStore(mine), ClosingStore(other)
+    mine._notices._store, other._notices._store = ClosingStore(mine), ClosingStore(other)
     assert asked(mine, 0) == "aborted"
     other.announce("lost", 0, 6)
     assert other.failure is not None and other.failure.kind == "aborted", "who was first is right"
@@ -141,8 +149,8 @@ def test_a_watch_may_be_closed_while_it_asks() -> None:
 class SlowlyTold:
     """The store of a rank that is asked for what broke the group while another one is about to say it."""
 
-    def __init__(self, store: Any, other: Watch) -> None:
-        self._store, self._other = store, other
+    def __init__(self, store: Any, first: int) -> None:
+        self._store, self._first = store, first
         self.looks = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -151,14 +159,14 @@ class SlowlyTold:
     def check(self, keys: list[str]) -> bool:
         self.looks += 1
         if self.looks == 3:
-            self._store.set("failure", json.dumps(Failure("timeout", self._other._rank, 0, NO_STATUS, 5)))
+            self._store.set("failure", json.dumps(Failure("timeout", self._first, 0, NO_STATUS, 5)))
         return self._store.check(keys)
 
 
 def test_who_is_second_to_find_the_group_broken_waits_for_the_word_of_the_first() -> None:
     mine, other = watches()
-    other._store.add("failures", 1)
-    mine._store = SlowlyTold(mine._store, other)
+    other._notices._store.add("failures", 1)
+    mine._notices._store = SlowlyTold(mine._notices._store, 1)
     mine.announce("lost", 1, 6)
     assert mine.failure is not None and mine.failure.kind == "timeout", "and a third would find that this one has gone"
 
@@ -166,8 +174,8 @@ def test_who_is_second_to_find_the_group_broken_waits_for_the_word_of_the_first(
 @pytest.mark.parametrize("tag", [TAG, TAG + 1])
 def test_a_message_that_was_not_sent_is_not_awaited(tag: int) -> None:
     mine, other, third = watches(3)
-    other.send(0, TAG + 2)
-    other.send(2, tag)
+    other.tally.send(0, TAG + 2)
+    other.tally.send(2, tag)
     other.close(0)
     assert asked(mine, 0, Message(2, tag)) is None, "the third rank has not left"
     assert asked(mine, 0, Message(1, tag)) == "closed"
@@ -176,8 +184,8 @@ def test_a_message_that_was_not_sent_is_not_awaited(tag: int) -> None:
 
 def test_a_send_is_done_with_who_received_it() -> None:
     mine, other = watches()
-    first, second = mine.send(1, TAG), mine.send(1, TAG)
-    other.receive(0, TAG)
+    first, second = mine.tally.send(1, TAG), mine.tally.send(1, TAG)
+    other.tally.receive(0, TAG)
     other.close(0)
     assert asked(mine, 0, first) is None
     assert asked(mine, 0, second) == "closed"
@@ -186,8 +194,8 @@ def test_a_send_is_done_with_who_received_it() -> None:
 def test_a_wait_goes_on_for_a_message_that_its_peer_took_before_it_left() -> None:
     """Whichever thread of this rank has found the group broken: another one may not have heard yet of the message."""
     mine, other = watches()
-    taken, not_taken = mine.send(1, TAG), mine.send(1, TAG)
-    other.receive(0, TAG)
+    taken, not_taken = mine.tally.send(1, TAG), mine.tally.send(1, TAG)
+    other.tally.receive(0, TAG)
     other.close(1)
     assert mine.explain(0, 1).kind == "closed" and mine.has_taken(taken) and not mine.has_taken(not_taken)
     transport: Any = SimpleNamespace(watch=mine, calls=1, failed=lambda _doing, failure: TransportError(failure.kind))
@@ -200,7 +208,7 @@ def test_a_wait_goes_on_for_a_message_that_its_peer_took_before_it_left() -> Non
 
 def test_a_connection_that_broke_is_explained_by_who_left() -> None:
     mine, other = watches()
-    other.send(0, TAG)
+    other.tally.send(0, TAG)
     other.close(0)
     assert asked(mine, 0, Message(1, TAG)) is None
     assert mine.explain(0, 1).kind == "closed"
@@ -227,9 +235,9 @@ def test_who_leaves_is_told_to_those_who_do_not_wait_for_it() -> None:
 def test_a_message_that_comes_while_it_is_looked_for_breaks_nothing() -> None:
     """Its sender has left, and another thread counts the message before this one comes to compare."""
     mine, other = watches()
-    other.send(0, TAG)
+    other.tally.send(0, TAG)
     other.close(0)
-    mine.receive(1, TAG)
+    mine.tally.receive(1, TAG)
     transport: Any = SimpleNamespace(watch=mine, calls=0)
     assert asked(mine, 0, Message(1, TAG)) == "closed"
     mine._next_ask = 0.0
@@ -240,16 +248,16 @@ def test_a_message_that_comes_while_it_is_looked_for_breaks_nothing() -> None:
 def test_a_new_tag_in_each_step_takes_no_more_memory() -> None:
     mine, other = watches()
     for step in range(100_000):
-        mine.send(1, step)
-        other.receive(0, step)
-    assert len(mine._sent) == len(other._received) == 1 << 15
+        mine.tally.send(1, step)
+        other.tally.receive(0, step)
+    assert len(mine.tally._sent) == len(other.tally._received) == 1 << 15
     other.close(0)
-    assert asked(mine, 0, mine.send(1, 7)) == "closed"
+    assert asked(mine, 0, mine.tally.send(1, 7)) == "closed"
 
 
 def test_numbers_of_messages_do_not_mix_tags_and_peers() -> None:
     (mine, _) = watches()
-    assert [mine.send(1, TAG), mine.send(0, TAG), mine.send(1, TAG), mine.send(1, TAG + 1)] == [
+    assert [mine.tally.send(1, TAG), mine.tally.send(0, TAG), mine.tally.send(1, TAG), mine.tally.send(1, TAG + 1)] == [
         Message(1, TAG, 0),
         Message(0, TAG, 0),
         Message(1, TAG, 1),
