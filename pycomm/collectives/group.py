@@ -208,13 +208,18 @@ class Group(Observed):
             else:
                 work.set_result(call.result)
 
-        self.hand_over(job, work.future)
+        if not self.hand_over(job, work.future):
+            self.check_open()  # which another thread has closed since
         return work
 
-    def hand_over(self, job: Callable[[], None], done: Future[Any]) -> None:
-        """Has the worker thread run ``job``, which completes ``done``, after what it was given before."""
-        self._worker.submit(job, done)
+    def hand_over(self, job: Callable[[], None], done: Future[Any]) -> bool:
+        """Has the worker thread run ``job``, which completes ``done``, after what it was given before.
+
+        Returns False where the group has been closed.
+        """
+        is_taken = self._worker.submit(job, done)
         self._refresh_fast()
+        return is_taken
 
     def exchanger(self, nbytes: int) -> Callable[[torch.Tensor, str], torch.Tensor]:
         """Returns what swaps frames ``(nbytes,)``, bytes in host memory, with all ranks: ``(world_size, nbytes)``.
@@ -424,6 +429,7 @@ class Group(Observed):
         for child in self._subgroups.all:
             child._close(deadline)
         self._is_closed = True
+        self._worker.refuse()
         self._by_frames = None  # which hold the group
         self._refresh_fast()
         is_idle = self._is_idle_by(deadline)

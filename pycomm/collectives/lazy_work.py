@@ -121,7 +121,8 @@ class StartedWork(ShmHandle, LazyWork):
     def _have_waited_for(self) -> None:
         # By the thread that runs the group's calls: so futures complete in the order of those.
         assert self._future is not None
-        self._group.hand_over(partial(wait_and_tell, self), self._future)
+        if not self._group.hand_over(partial(wait_and_tell, self), self._future):
+            wait_and_tell(self)  # its group has been closed, which has ended it
 
 
 def wait_and_tell(work: LazyWork) -> None:

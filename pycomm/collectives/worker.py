@@ -26,6 +26,8 @@ class Worker:
         self._jobs: _Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
+        self._submitting = threading.RLock()  # a thread may make a call while another one closes the group
+        self._refuses = False
         self.tellers = Tellers()  # run callbacks that make calls of the group, as this thread cannot
 
     @property
@@ -43,14 +45,23 @@ class Worker:
         """Whether the caller runs on the worker's own thread: it may not wait for itself."""
         return threading.current_thread() is self._thread
 
-    def submit(self, job: Callable[[], None], done: Future[Any]) -> None:
-        """Runs ``job``, which completes ``done``, after those before it."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None).atexit = False  # handlers of the exit may still make calls
-        self._last = done
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None], done: Future[Any]) -> bool:
+        """Runs ``job``, which completes ``done``, after those before it. Returns False if it is refused."""
+        with self._submitting:
+            if self._refuses:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._jobs.put, None).atexit = False  # handlers of the exit may still make calls
+            self._last = done
+            self._jobs.put(job)
+        return True
+
+    def refuse(self) -> None:
+        """Takes no job any more: those that there are can be waited for."""
+        with self._submitting:
+            self._refuses = True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until every job is done; returns False if ``timeout_s`` ran out before."""

@@ -70,7 +70,7 @@ class Notices:
         self._store: Any = store  # None once it has gone, which another thread may find at any moment
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
-        self._is_closed = False
+        self.is_closed = False  # by this rank
         self.job = job or Job(store)
 
     def of_new_group(self, name: str, rank: int, world_size: int) -> Notices:
@@ -80,12 +80,12 @@ class Notices:
 
     def close(self) -> None:
         """This rank has left the group, and asks for nothing more but what groups are made of it yet."""
-        self._is_closed = True
+        self.is_closed = True
 
     @property
     def is_open(self) -> bool:
         """Whether there is anything to ask."""
-        return self._store is not None and not self._is_closed
+        return self._store is not None and not self.is_closed
 
     # -- what broke the group, and who has left it ------------------------------------------------------------------
 

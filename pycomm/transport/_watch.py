@@ -102,6 +102,11 @@ class Watch:
         members = [self._ranks[member] for member in ranks] if self._ranks else ()
         return Watch(self._processes, members, rank, self._notices.of_new_group(key, rank, len(members)))
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._notices.is_closed
+
     # -- looking ----------------------------------------------------------------------------------------------------
 
     def start_wait(self) -> None:

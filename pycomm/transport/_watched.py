@@ -79,8 +79,11 @@ class WatchedTransport(Transport):
         """Looks around once in a long wait, for ``message`` or in a collective: raises what broke the group.
 
         ``is_done`` is asked last: a peer may have gone because it was done with this call, too. What it has taken of
-        this rank's is as good as done, whenever this rank's own thread comes to hear of it.
+        this rank's is as good as done, whenever this rank's own thread comes to hear of it. Nobody sends to a rank that
+        has closed the group.
         """
+        if self.watch.is_closed and message is not None and not message.is_sent and not is_done():
+            raise wording.used_closed(self.place(doing))
         failure = self.watch.look(self.calls, message)
         if failure is None:
             is_nobodys = message is not None and message.tag == ANNOUNCEMENT_TAG

@@ -145,12 +145,17 @@ class _Receive(Request):
         self.is_done = True
 
     def fail_if_lost(self) -> None:
-        """Fails this receive if nobody is left who could send it, or the group is broken."""
+        """Fails this receive if nobody is left who could send it, or the group is broken, or closed by this rank."""
         gone = self._whose_loss_ends_it()
         if gone is not None:
-            self.transport.mailbox.receives.remove(self)
-            self.error = self.transport.peer_lost(gone)
-            self.is_done = True
+            self._fail(self.transport.peer_lost(gone))
+        elif self.transport.is_closed:
+            self._fail(wording.used_closed(self.transport.place("recv")))
+
+    def _fail(self, error: TransportError) -> None:
+        self.transport.mailbox.receives.remove(self)
+        self.error = error
+        self.is_done = True
 
     def _whose_loss_ends_it(self) -> int | None:
         hub = self.transport.hub
@@ -216,6 +221,7 @@ class LocalTransport(Transport):
         self.world_size = len(hub.mailboxes)
         self.timeout_s = timeout_s
         self.mailbox = hub.mailboxes[rank]
+        self.is_closed = False
         self._children: list[LocalTransport] = []
         self._crossings = Crossings(_Words(hub, rank))
 
@@ -310,6 +316,7 @@ class LocalTransport(Transport):
             child.fail(reason)
 
     def close(self) -> None:
+        self.is_closed = True
         self.hub.lose(self.rank, "it closed the group", self.calls)
 
     def peer_lost(self, peer: int) -> PeerLostError:

@@ -343,7 +343,8 @@ class Program:
         def call(group: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Outputs]:
             works, ops, outs = [], [], []
             for source, target, tag, numel, number in flights[:1] if how == "any" else flights:
-                numel = numel or 1 if how == "any" else numel  # of none, gloo cannot
+                if how == "any":  # its own tag: others may have come to a later step; and gloo cannot send none
+                    tag, numel = 8 + self.step % 1000, numel or 1
                 values = self.values(source + number, (numel,), dtype)
                 is_sent, peer = me == source, target if me == source else source
                 if me not in (source, target):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import compression_programs
+import dist_losses
 import dist_programs
 import losses
 import programs
@@ -239,3 +240,8 @@ def test_survivors_meet_though_some_have_tried_more_often(transport: str) -> Non
 def test_programs_of_torch_distributed(tmp_path: Path, transport: str) -> None:
     ranks = 4 if transport == "mixed" else 3
     run_ranks(ranks, dist_programs.program, 4, 60, transport, str(tmp_path), transport=transport)
+
+
+@pytest.mark.parametrize(("how", "transport"), [*zip(losses.HOW, ["torch", "mixed", "shm"], strict=True)])
+def test_programs_of_torch_distributed_that_lose_a_rank_end(how: str, transport: str) -> None:
+    dist_losses.run(4 if transport == "mixed" else 3, 21, transport, how)

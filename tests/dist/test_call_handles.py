@@ -18,7 +18,7 @@ import torch
 
 import pycomm
 from harness import run_ranks, transport_params, wait_until
-from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, ReduceOp
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, PeerLostError, ReduceOp, TransportError
 from pycomm.collectives.context import resolve
 from pycomm.collectives.lazy_work import StartedWork
 
@@ -264,6 +264,36 @@ def start_where_nobody_is(rank: int) -> None:
 @pytest.mark.parametrize("transport", FAILING)
 def test_a_broken_group_gives_handles(transport: str) -> None:
     run_ranks(2, start_where_nobody_is, transport=transport)
+
+
+def close_what_is_in_use(rank: int) -> None:
+    """The handle of a call whose group was closed since, and a call that comes as another thread closes the group."""
+    group, other, left = (pycomm.new_group() for _ in range(3))
+    work = pycomm.all_reduce(torch.ones(3), group=group, async_op=True)
+    assert work is not None
+    group.close()
+    assert work.then(lambda work: work.result().tolist()).result(100) == [2, 2, 2]
+    pycomm.all_reduce(torch.ones(3), group=other)
+    submit = other._worker.submit
+
+    def close_first(job: Callable[[], None], done: Any) -> bool:
+        other.close()
+        return submit(job, done)
+
+    other._worker.submit = close_first
+    with pytest.raises(TransportError, match="closed"):
+        pycomm.all_reduce(torch.ones(3), group=other, async_op=True, algorithm="direct")
+    if rank == 0 and left.transport.name == "shm":  # elsewhere it is broken off after ten seconds
+        alone = pycomm.all_reduce(torch.ones(3), group=left, async_op=True)
+        assert isinstance(alone, StartedWork)
+        left.close()
+        with pytest.raises(TransportError):
+            alone.then(lambda work: work.result()).result(100)
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_a_group_that_is_closed_while_it_is_used(transport: str) -> None:
+    run_ranks(2, close_what_is_in_use, transport=transport)
 
 
 def take_the_short_cut(rank: int) -> None:

@@ -270,6 +270,41 @@ def test_what_follows_a_message_needs_nobody_who_waits_for_it(transport: str) ->
     run_ranks(2, follow, transport=transport)
 
 
+def close_with_receives_under_way(rank: int) -> None:
+    """Of a group that its peer keeps: whoever waits, or asks, hears that this rank has closed it."""
+    group = pycomm.new_group()
+    if rank == 1:
+        pycomm.recv(torch.zeros(1), 0)
+        return
+    took: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            pycomm.recv(torch.zeros(1), 1, tag=1, group=group)
+        except pycomm.TransportError as error:
+            took.append(error)
+
+    works = [pycomm.irecv(torch.zeros(1), source, group=group) for source in (1, None, 1)]
+    thread = threading.Thread(target=receive)
+    thread.start()
+    time.sleep(0.1)  # as a rule it waits by then; nothing depends on that
+    group.close()
+    with pytest.raises(pycomm.TransportError, match="closed"):
+        works[0].wait()
+    wait_until(works[1].is_completed)
+    assert isinstance(works[1].exception(), pycomm.TransportError)
+    with pytest.raises(pycomm.TransportError, match="closed"):
+        works[2].then(lambda work: work.result()).result(100)
+    thread.join(100)
+    assert len(took) == 1 and "closed" in str(took[0])
+    pycomm.send(torch.zeros(1), 1)
+
+
+@pytest.mark.parametrize("transport", EVERYWHERE)
+def test_receives_end_where_this_rank_closes_the_group(transport: str) -> None:
+    run_ranks(2, close_with_receives_under_way, transport=transport)
+
+
 def take_the_short_cut(rank: int) -> None:
     work = pycomm.isend(torch.ones(2), 1 - rank)
     pycomm.recv(torch.zeros(2), 1 - rank)
