@@ -120,7 +120,7 @@ void Group::tell_making(const std::vector<int>& ranks, std::uint64_t key) {
   Made& made = reinterpret_cast<Made*>(area_ + at_.made)[rank_];
   store_release(made.making, 0);
   for (int word = 0; word < kMaxRanks / 64; ++word) store_release(made.members[word], members[word]);
-  store_release(made.making, ranks.empty() ? 0 : key);
+  store_release(made.making, key);
 }
 
 std::pair<std::vector<int>, std::uint64_t> Group::made_by(int rank) const {

@@ -440,12 +440,12 @@ class Group(Observed):
         self._worker.stop()
         if self._compression is not None:
             self._compression.close()
+        self.transport.leave()
         if is_idle and all(are_done):  # else: pulling memory from under a call that runs would end the process
             if self._engine is not None:
                 self._engine.close()
             if self._turns.is_moving:  # the others may not have heard of it: a second Ctrl-C can end the telling
                 self.transport.calls -= 1
-            self.transport.leave_kin()
             self.transport.close()
         if self._recorder is not None:
             self._recorder.log.close()

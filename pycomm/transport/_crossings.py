@@ -16,6 +16,10 @@ interrupted may be taken back) the larger one, as those who have been told go on
 given up, with the error of the loss: then this rank has been told, too.
 
 Groups that this rank has given up, or that have a dead member, go after all others: their makers will hear of it.
+
+[Note: who leaves]
+One that has been told may also leave the broken group, to begin anew (``Membership``), and comes to no group of it. So
+who closes a group leaves word of the last that it has made of it; who makes another, and waits for it there, is told.
 """
 
 from __future__ import annotations
@@ -36,12 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["Crossings", "Making", "key_of"]
 
 _COUNT_BITS = 31
+_NONE = 1  # no group's key
 _POLL_S = 2e-3
 _ASK_S = 0.1  # between two looks at what groups others make: over gloo each takes trips to a store
 
 
 class Making(NamedTuple):
-    """A new group that a rank is making: ``members`` by their ranks in the old one, and its key; none: no group."""
+    """A new group that a rank is making: ``members`` by their ranks in the old one, and its key; none: no group.
+
+    Of a rank that has closed the old one: no members, and the key of the last that it made, or ``_NONE``.
+    """
 
     members: AbstractSet[int] = frozenset()
     key: int = 0
@@ -57,7 +65,7 @@ class _Words(Protocol):
     """Where the ranks of a group leave word for one another, also when it is broken or closed."""
 
     def tell_making(self, ranks: Sequence[int], key: int) -> None:
-        """Leaves word that this rank makes a group of ``ranks``; none: it does not any more."""
+        """Leaves word that this rank makes a group of ``ranks``; none: it does not any more. See ``Making``."""
 
     def made_by(self, rank: int) -> Making:
         """Returns the group that ``rank`` makes, by its word."""
@@ -71,10 +79,12 @@ class Crossings:
 
     def __init__(self, words: _Words) -> None:
         self._words = words
-        self._is_making = False
+        self._key = 0  # of the group that this rank makes
+        self._made = _NONE
         self._given_up: set[AbstractSet[int]] = set()
         self._taken: dict[int, int] = {}  # the last key that was the first member's, by its part but for the count
         self._next_ask_s = 0.0
+        self._next_look_s = 0.0
 
     @contextlib.contextmanager
     def making(self, old: Transport, ranks: Sequence[int], key: int, look: Look) -> Iterator[int]:
@@ -83,31 +93,32 @@ class Crossings:
         ``look`` raises what makes it vain to wait for the first member. Raises CollectiveTimeoutError if that does not
         come. Inside another such span, of a transport that is made of several, the key is the one that is given.
         """
-        if self._is_making:
+        if self._key:
             yield key
             return
-        self._is_making = True
+        self._key = key
         self._words.tell_making(ranks, key)
         try:
             if old.is_broken and ranks[0] != old.rank:
                 its_key = self._key_of_first(old, ranks, key, look)
                 if its_key != key:
                     self._words.tell_making(ranks, key := its_key)
-            self._taken[key >> _COUNT_BITS] = key
+            self._taken[key >> _COUNT_BITS] = self._key = key
             yield key
+            self._made = key
         except BaseException:
             self._given_up.add(frozenset(ranks))
             raise
         finally:
             self._words.tell_making((), 0)
-            self._is_making = False
+            self._key = 0
 
     def _key_of_first(self, old: Transport, ranks: Sequence[int], key: int, look: Look) -> int:
         kind, first = key >> _COUNT_BITS, ranks[0]
         deadline = time.monotonic() + old.timeout_s
         while first not in self._words.ended():  # else it is for who makes the group to say so
-            theirs = self._words.made_by(first).key
-            if theirs >> _COUNT_BITS == kind and theirs != self._taken.get(kind):
+            members, theirs = self._words.made_by(first)
+            if members and theirs >> _COUNT_BITS == kind and theirs != self._taken.get(kind):
                 return theirs
             look()
             if time.monotonic() > deadline:
@@ -132,9 +143,25 @@ class Crossings:
             for theirs in others
         )
 
+    def leave(self) -> None:
+        """Leaves word that this rank has closed the group, and comes to none that is made of it."""
+        self._words.tell_making((), self._made)
+
+    def who_left(self, old: Transport, ranks: Sequence[int]) -> int | None:
+        """Returns one of ``ranks``, of which this rank makes a group, that has left ``old`` and will not come."""
+        now_s = time.monotonic()
+        if not old.is_broken or now_s < self._next_look_s:  # in one that is whole, who waits looks for that anyway
+            return None
+        self._next_look_s = now_s + _ASK_S
+        for rank in ranks:
+            members, key = self._words.made_by(rank)
+            if not members and key not in (0, self._key):
+                return rank
+        return None
+
     def who_waits(self, old: Transport) -> AbstractSet[int]:
         """Returns the ranks that wait for this one in a group that they make of ``old``, which is broken."""
-        if self._is_making or not old.is_broken:
+        if self._key or not old.is_broken:
             return frozenset()
         ended = self._words.ended()
         made = {rank: self._words.made_by(rank) for rank in range(old.world_size) if rank != old.rank}

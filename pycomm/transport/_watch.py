@@ -197,6 +197,10 @@ class Watch:
         rank = min(self.ended() & set(ranks), default=-1)
         return None if rank < 0 else self._failure_of("lost", rank, 0)
 
+    def departure_of(self, rank: int) -> Failure:
+        """Returns what to say of ``rank``, that has closed the group."""
+        return self._failure_of("closed", rank, 0)
+
     def made_by(self, rank: int) -> Making:
         """As ``Crossings`` needs it."""
         return self._notices.made_by(rank)

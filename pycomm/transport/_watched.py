@@ -102,6 +102,10 @@ class WatchedTransport(Transport):
             raise self.failed("a call", self.watch.declare(failure))
         self.look_elsewhere(NOBODY)
 
+    def leave(self) -> None:
+        super().leave()
+        self.crossings.leave()
+
     def who_waits(self) -> AbstractSet[int]:
         if self.watch.failure is None and not self.watch.has_anyone_gone_on():
             return frozenset()
@@ -164,6 +168,9 @@ class WatchedTransport(Transport):
         if self.crossings.is_second(self, ranks):
             self.check_whole("new_group")
         self._check_lost_among(ranks)
+        gone = self.crossings.who_left(self, ranks)
+        if gone is not None:
+            raise self.failed("new_group", self.watch.departure_of(gone))
         if look is not None:
             look()
 

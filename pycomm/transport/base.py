@@ -259,8 +259,8 @@ class Transport(ABC):
         self.kin = kin
         kin.add(self, members)
 
-    def leave_kin(self) -> None:
-        """Ends that: this rank leaves the group."""
+    def leave(self) -> None:
+        """Ends that: this rank leaves the group. Who waits for it in a group that is made of this one is told."""
         if self.kin is not None:
             self.kin.remove(self)
 

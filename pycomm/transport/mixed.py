@@ -177,9 +177,9 @@ class MixedTransport(Transport):
         self.outer.join_kin(kin, members)
         self.inner.join_kin(kin, [members[rank] for rank in self._neighbours])
 
-    def leave_kin(self) -> None:
-        self.outer.leave_kin()
-        self.inner.leave_kin()
+    def leave(self) -> None:
+        self.outer.leave()
+        self.inner.leave()
 
     def abandon(self) -> None:
         self.outer.abandon()

@@ -26,7 +26,7 @@ from ._crossings import Crossings, Making
 from ._handoff import share_memory
 from ._kin import NOBODY
 from ._patience import Look, Patience
-from ._wording import CODES, Failure
+from ._wording import CODES, Failure, failed
 from .base import Request, Transport
 
 if TYPE_CHECKING:
@@ -183,6 +183,10 @@ class ShmTransport(Transport):
     def _have_waits_look_elsewhere(self, *, always: bool) -> None:
         self._group.look_elsewhere_by(partial(_look_elsewhere, weakref.ref(self)), always)
 
+    def leave(self) -> None:
+        super().leave()
+        self._crossings.leave()
+
     def who_waits(self) -> AbstractSet[int]:
         return self._crossings.who_waits(self)
 
@@ -335,6 +339,10 @@ class ShmTransport(Transport):
             self.look_around()
         elif self._larger is None and self._crossings.is_second(self, ranks):
             self.check_lost("new_group")
+        gone = self._crossings.who_left(self, ranks) if self._larger is None else None
+        if gone is not None:
+            pid = self._host.pids[self._host_ranks[gone]]
+            raise failed(self.place("new_group"), Failure("closed", gone, pid))
         if look is not None:
             look()
 

@@ -133,3 +133,26 @@ def wait_for_one_that_goes_on(rank: int) -> None:
 @pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
 def test_who_waits_for_one_that_goes_on_is_told_why(transport: str) -> None:
     run_ranks(4, wait_for_one_that_goes_on, transport=transport, timeout_s=100.0)
+
+
+def leave_who_makes_a_group(rank: int) -> None:
+    """Rank 3 leaves. So does rank 1, once told, as who joins the next generation does; the others go on."""
+    whole: Any = pycomm.new_group(range(4))
+    if rank != 3:
+        be_told(pycomm.barrier, whole)
+    if rank in (1, 3):
+        whole.close()
+        pycomm.recv(torch.ones(1), 0)  # it lives
+        return
+    with pytest.raises(PeerLostError, match=r"has closed the group|is gone \(it closed|was interrupted"):
+        pycomm.new_group(range(3), group=whole)
+    pair: Any = pycomm.new_group([0, 2], group=whole)
+    pycomm.barrier(pair)
+    if rank == 0:
+        for other in (1, 3):
+            pycomm.send(torch.ones(1), other)
+
+
+@pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
+def test_who_makes_a_group_is_told_of_one_that_has_left_the_old_one(transport: str) -> None:
+    run_ranks(4, leave_who_makes_a_group, transport=transport, timeout_s=100.0)

@@ -146,6 +146,30 @@ def test_who_waits_for_this_rank() -> None:
     assert crossings.who_waits(old) == set(), "it was given up"
 
 
+def test_who_has_left_is_not_waited_for_unless_it_has_come_before() -> None:
+    mine = key_of([0, 1, 2], 5)
+    left = Words()
+    Crossings(left).leave()
+    [(nobody, none)] = left.told
+    assert nobody == () and none != 0, "it has made no group"
+    words = Words(r1=Making(frozenset(), mine), r2=Making(frozenset({0, 1, 2}), mine))
+    words.made[3] = Making(frozenset(), none)
+    crossings, old = Crossings(words), old_group(LOST)
+    with crossings.making(old, [0, 1, 2], mine, ignore):
+        assert crossings.who_left(old, [0, 1, 2]) is None, "it has made this one"
+        words.made[1] = Making(frozenset(), key_of([0, 1, 2], 4))
+        assert crossings.who_left(old, [0, 1, 2]) is None, "it asks now and then"
+        crossings._next_look_s = 0.0
+        assert crossings.who_left(old_group(None), [0, 1, 2]) is None, "there it is found otherwise"
+        assert crossings.who_left(old, [0, 2]) is None
+        crossings._next_look_s = 0.0
+        assert crossings.who_left(old, [0, 1, 2]) == 1
+        crossings._next_look_s = 0.0
+        assert crossings.who_left(old, [0, 2, 3]) == 3
+    crossings.leave()
+    assert words.told[-1] == ((), mine)
+
+
 def test_keys_are_positive_and_differ() -> None:
     groups = [(ranks, with_all) for ranks in ([0, 1], [1, 0], [0, 1, 1]) for with_all in (False, True)]
     keys = [key_of(ranks, count, with_all) for ranks, with_all in groups for count in (1, 2, 2**31 - 1)]
