@@ -82,10 +82,10 @@ class WatchedTransport(Transport):
         this rank's is as good as done, whenever this rank's own thread comes to hear of it. Nobody sends to a rank that
         has closed the group.
         """
-        if self.watch.is_closed and message is not None and not message.is_sent and not is_done():
-            raise wording.used_closed(self.place(doing))
         failure = self.watch.look(self.calls, message)
         if failure is None:
+            if self.watch.is_closed and message is not None and not message.is_sent and not is_done():
+                raise wording.used_closed(self.place(doing))
             is_nobodys = message is not None and message.tag == ANNOUNCEMENT_TAG
             peer = EVERYBODY if message is None else NOBODY if is_nobodys else message.peer
             self.look_elsewhere(peer, is_done, message)
