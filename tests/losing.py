@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from harness import run_ranks
+
 HOW = ("killed", "interrupted", "leaves")  # by SIGKILL; by Ctrl-C, wherever it is; with its program done, as it has it
 _WITHIN_S = 1.5
 
@@ -16,6 +18,17 @@ _WITHIN_S = 1.5
 def victim_of(seed: int, ranks: int) -> int:
     """Returns the rank that is lost."""
     return random.Random(seed).randrange(ranks)
+
+
+def run_losing_one(
+    ranks: int, seed: int, how: str, bereaved: Callable[..., Any], *args: Any, transport: str, timeout_s: float
+) -> list[Any]:
+    """Returns what each rank was told of the loss: ``bereaved(rank, *args)``, which loses rank ``victim_of``."""
+    victim = victim_of(seed, ranks)
+    died = [victim] if how == "killed" else []
+    told = run_ranks(ranks, bereaved, *args, transport=transport, casualties=died, timeout_s=timeout_s)
+    assert all(each for rank, each in enumerate(told) if rank != victim), "somebody was not told"
+    return told
 
 
 def lose(work: Callable[[], object], seed: int, how: str) -> None:

@@ -26,7 +26,8 @@ class Worker:
         self._jobs: _Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
-        self._submitting = threading.RLock()  # a thread may make a call while another one closes the group
+        # A thread may make a call while another one, or a signal handler in the middle of it, closes the group.
+        self._submitting = threading.RLock()
         self._refuses = False
         self.tellers = Tellers()  # run callbacks that make calls of the group, as this thread cannot
 

@@ -6,7 +6,6 @@ nothing is said any more, and nothing read.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -34,6 +33,47 @@ def part_of(store: Store, name: str) -> Any:
     return torch.distributed.PrefixStore(name, store)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
+class _Kept:
+    """What is kept in ``store``, until that goes; where there is none, nothing."""
+
+    def __init__(self, store: Store | None) -> None:
+        self.store: Any = store  # None once it has gone, which another thread may find at any moment
+
+    def say(self, key: str, value: Any) -> None:
+        store = self.store
+        try:
+            if store is not None:
+                store.set(key, json.dumps(value))
+        except RuntimeError:
+            self.store = None
+
+    def has(self, key: str) -> bool:
+        store = self.store
+        try:
+            return store is not None and store.check([key])
+        except RuntimeError:
+            self.store = None
+        return False
+
+    def get(self, key: str) -> Any:
+        """Returns what was said, None if nothing was."""
+        store = self.store
+        try:
+            return json.loads(store.get(key)) if store is not None and store.check([key]) else None
+        except RuntimeError:
+            self.store = None
+        return None
+
+    def is_first(self, counter: str) -> bool:
+        """Whether nobody has asked this of ``counter`` before."""
+        store = self.store
+        try:
+            return store is not None and store.add(counter, 1) == 1
+        except RuntimeError:
+            self.store = None
+        return False
+
+
 class Job:
     """What all groups of a job share: the word that somebody makes a group of one that is broken.
 
@@ -42,23 +82,20 @@ class Job:
 
     def __init__(self, store: Store | None) -> None:
         """Keeps it in ``store``."""
-        self._store = store
+        self._kept = _Kept(store)
         self._has_gone_on = False
         self._next_ask_s = 0.0
 
     def go_on(self) -> None:
         """Leaves that word."""
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set("going on", "1")
+        self._kept.say("going on", 1)
 
     def has_anyone_gone_on(self) -> bool:
         """Says, now and then by a trip to the store, whether anybody has left it."""
         now_s = time.monotonic()
-        if self._store is not None and not self._has_gone_on and now_s >= self._next_ask_s:
+        if not self._has_gone_on and now_s >= self._next_ask_s:
             self._next_ask_s = now_s + _ASK_JOB_S
-            with contextlib.suppress(RuntimeError):
-                self._has_gone_on = self._store.check(["going on"])
+            self._has_gone_on = self._kept.has("going on")
         return self._has_gone_on
 
 
@@ -67,7 +104,7 @@ class Notices:
 
     def __init__(self, store: Store | None, rank: int, world_size: int, job: Job | None = None) -> None:
         """``store`` is this group's own part of the job's; ``job`` that of the group that this one is made of."""
-        self._store: Any = store  # None once it has gone, which another thread may find at any moment
+        self._kept = _Kept(store)
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self.is_closed = False  # by this rank
@@ -75,7 +112,7 @@ class Notices:
 
     def of_new_group(self, name: str, rank: int, world_size: int) -> Notices:
         """Returns those of a group that is made of this one, where this rank is ``rank``."""
-        store = self._store
+        store = self._kept.store
         return Notices(None if store is None else part_of(store, name), rank, world_size, self.job)
 
     def close(self) -> None:
@@ -85,17 +122,17 @@ class Notices:
     @property
     def is_open(self) -> bool:
         """Whether there is anything to ask."""
-        return self._store is not None and not self.is_closed
+        return self._kept.store is not None and not self.is_closed
 
     # -- what broke the group, and who has left it ------------------------------------------------------------------
 
     def has_news(self) -> bool:
         """Whether any rank has said that the group is broken, or left it."""
-        return self._has("news")
+        return self._kept.has("news")
 
     def failure(self) -> Failure | None:
         """Returns what broke the group, if somebody has said so."""
-        told = self._get("failure")
+        told = self._kept.get("failure")
         return None if told is None else Failure(*told)
 
     def declare(self, found: Failure) -> Failure:
@@ -104,21 +141,19 @@ class Notices:
         Who did not wait for the first, who may be about to say it, would close the group, and a third rank would find
         it gone, of nothing that anybody knows.
         """
-        store = self._store
-        with contextlib.suppress(RuntimeError):
-            if store is not None and store.add("failures", 1) == 1:
-                self._say("failure", found)
-                self._say("news", 1)
-                return found
+        if self._kept.is_first("failures"):
+            self._kept.say("failure", found)
+            self._kept.say("news", 1)
+            return found
         deadline = time.monotonic() + _SAYS_IT_S
-        while (told := self.failure()) is None and self._store is not None and time.monotonic() < deadline:
+        while (told := self.failure()) is None and self._kept.store is not None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return told or found
 
     def say_closed(self, done: Done) -> None:
         """Says that this rank leaves, having ``done`` so much."""
-        self._say(f"closed{self._rank}", done)
-        self._say("news", 1)
+        self._kept.say(f"closed{self._rank}", done)
+        self._kept.say("news", 1)
 
     def closed_by(self, rank: int) -> Done | None:
         """Returns what ``rank`` had done when it left, None if it has not left."""
@@ -130,7 +165,7 @@ class Notices:
 
     def say_done(self, done: Done) -> None:
         """Says what this rank has ``done`` so far, which may go on."""
-        self._say(f"done{self._rank}", done)
+        self._kept.say(f"done{self._rank}", done)
 
     def done_by(self, rank: int) -> Done | None:
         """Returns what ``rank`` has done, by the last that it has said of it."""
@@ -140,11 +175,11 @@ class Notices:
 
     def say_making(self, ranks: Sequence[int], key: int) -> None:
         """Says that this rank makes a group of ``ranks``; none: it does not any more."""
-        self._say(f"making{self._rank}", [list(ranks), key])
+        self._kept.say(f"making{self._rank}", [list(ranks), key])
 
     def made_by(self, rank: int) -> Making:
         """Returns the group that ``rank`` makes."""
-        told = self._get(f"making{rank}")
+        told = self._kept.get(f"making{rank}")
         if told is None:
             return Making()
         members, key = told
@@ -152,39 +187,14 @@ class Notices:
 
     def say_ended(self, rank: int) -> None:
         """Says that the process of ``rank`` has ended, which other hosts do not see."""
-        self._say(f"ended{rank}", 1)
-        self._say("ended", 1)
+        self._kept.say(f"ended{rank}", 1)
+        self._kept.say("ended", 1)
 
     def ended(self) -> AbstractSet[int]:
         """Returns the ranks of which somebody has said so."""
-        return {rank for rank in self._others if self._has(f"ended{rank}")} if self._has("ended") else frozenset()
-
-    # -- the store --------------------------------------------------------------------------------------------------
-
-    def _say(self, key: str, value: Any) -> None:
-        store = self._store
-        try:
-            if store is not None:
-                store.set(key, json.dumps(value))
-        except RuntimeError:
-            self._store = None
-
-    def _has(self, key: str) -> bool:
-        store = self._store
-        try:
-            return store is not None and store.check([key])
-        except RuntimeError:
-            self._store = None
-        return False
-
-    def _get(self, key: str) -> Any:
-        store = self._store
-        try:
-            return json.loads(store.get(key)) if store is not None and store.check([key]) else None
-        except RuntimeError:
-            self._store = None
-        return None
+        has = self._kept.has
+        return {rank for rank in self._others if has(f"ended{rank}")} if has("ended") else frozenset()
 
     def _done(self, key: str) -> Done | None:
-        told = self._get(key)
+        told = self._kept.get(key)
         return None if told is None else Done(*told)

@@ -337,12 +337,13 @@ class ShmTransport(Transport):
     def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
         if with_all:
             self.look_around()
-        elif self._larger is None and self._crossings.is_second(self, ranks):
-            self.check_lost("new_group")
-        gone = self._crossings.who_left(self, ranks) if self._larger is None else None
-        if gone is not None:
-            pid = self._host.pids[self._host_ranks[gone]]
-            raise failed(self.place("new_group"), Failure("closed", gone, pid))
+        elif self._larger is None:
+            if self._crossings.is_second(self, ranks):
+                self.check_lost("new_group")
+            gone = self._crossings.who_left(self, ranks)
+            if gone is not None:
+                pid = self._host.pids[self._host_ranks[gone]]
+                raise failed(self.place("new_group"), Failure("closed", gone, pid))
         if look is not None:
             look()
 

@@ -26,8 +26,7 @@ if __name__ == "__main__":
 from dist_programs import Call, Pair, Program
 
 import pycomm
-from harness import run_ranks
-from losing import HOW, lose, victim_of
+from losing import HOW, lose, run_losing_one, victim_of
 from pycomm.torch_backend import Options
 
 __all__ = ["bereaved", "run"]
@@ -113,12 +112,9 @@ def _loss_in(error: Exception, transport: str) -> str:
 
 def run(ranks: int, seed: int, transport: str, how: str, timeout_s: float = 600.0) -> list[Any]:
     """Runs the program ``seed``; returns what each rank was told."""
-    died = [victim_of(seed, ranks)] if how == "killed" else []
     with tempfile.TemporaryDirectory() as folder:
         job = (bereaved, seed, transport, how, folder)
-        told = run_ranks(ranks, *job, transport=transport, casualties=died, timeout_s=timeout_s)
-    assert all(each for rank, each in enumerate(told) if rank != victim_of(seed, ranks)), "somebody was not told"
-    return told
+        return run_losing_one(ranks, seed, how, *job, transport=transport, timeout_s=timeout_s)
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from programs import Program
 
 import pycomm
-from harness import run_ranks
-from losing import HOW, lose, victim_of
+from losing import HOW, lose, run_losing_one, victim_of
 
 __all__ = ["HOW", "bereaved", "run"]
 
@@ -19,11 +18,8 @@ def run(
     ranks: int, seed: int, transport: str, how: str, kind: type[Program] = Program, timeout_s: float = 600.0
 ) -> list[Any]:
     """Runs the program ``seed`` of a ``kind``; returns what each rank was told of the loss."""
-    died = [victim_of(seed, ranks)] if how == "killed" else []
     job = (bereaved, seed, transport, how, kind)
-    told = run_ranks(ranks, *job, transport=transport, casualties=died, timeout_s=timeout_s)
-    assert all(each for rank, each in enumerate(told) if rank != victim_of(seed, ranks)), "somebody was not told"
-    return told
+    return run_losing_one(ranks, seed, how, *job, transport=transport, timeout_s=timeout_s)
 
 
 def bereaved(rank: int, seed: int, transport: str, how: str, kind: type[Program]) -> list[str]:

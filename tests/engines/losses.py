@@ -21,16 +21,17 @@ if __name__ == "__main__":
 
 import pycomm
 from engines import pipelines, tensor_trainings, trainings
-from harness import check_sum, run_ranks
-from losing import HOW, lose, victim_of
+from harness import check_sum
+from losing import HOW, lose, run_losing_one, victim_of
 
 KINDS = {"trainings": trainings.trainings, "pipelines": pipelines.pipelines, "tensor": tensor_trainings.trainings}
 
 
-def bereaved(rank: int, kind: str, seed: int, how: str) -> None:
-    """One rank's part of trainings that go on until the rank is lost."""
+def bereaved(rank: int, kind: str, seed: int, how: str) -> str:
+    """One rank's part of trainings that go on until the rank is lost; returns what it was told."""
     ranks = pycomm.world_size()
     lost = victim_of(seed, ranks)
+    told = ""
     train = partial(KINDS[kind], rank, itertools.count(1000 * seed))
     if rank == lost and how == "leaves":
         KINDS[kind](rank, range(1000 * seed, 1000 * seed + 1 + seed % 3))
@@ -39,15 +40,15 @@ def bereaved(rank: int, kind: str, seed: int, how: str) -> None:
     else:
         try:
             train()
-        except pycomm.PeerLostError:
-            pass
+        except pycomm.PeerLostError as error:
+            told = str(error)
         check_sum(pycomm.new_group([member for member in range(ranks) if member != lost]))
+    return told
 
 
 def run(ranks: int, kind: str, seed: int, transport: str, how: str, timeout_s: float = 600.0) -> None:
     """Trains models of a ``kind`` until a rank is lost."""
-    died = [victim_of(seed, ranks)] if how == "killed" else []
-    run_ranks(ranks, bereaved, kind, seed, how, transport=transport, casualties=died, timeout_s=timeout_s)
+    run_losing_one(ranks, seed, how, bereaved, kind, seed, how, transport=transport, timeout_s=timeout_s)
 
 
 def main() -> None:

@@ -123,7 +123,7 @@ class ClosingStore:
     """A store whose watch another thread closes while it is asked."""
 
     def __init__(self, watch: Watch) -> None:
-        self._notices, self._store = watch._notices, watch._notices._store
+        self._notices, self._store = watch._notices, watch._notices._kept.store
 
     def check(self, keys: list[str]) -> bool:
         self._notices.close()
@@ -140,7 +140,7 @@ class ClosingStore:
 def test_a_watch_may_be_closed_while_it_asks() -> None:
     mine, other, third = watches(3)
     third.announce("aborted", 1, 5)
-    mine._notices._store, other._notices._store = ClosingStore(mine), ClosingStore(other)
+    mine._notices._kept.store, other._notices._kept.store = ClosingStore(mine), ClosingStore(other)
     assert asked(mine, 0) == "aborted"
     other.announce("lost", 0, 6)
     assert other.failure is not None and other.failure.kind == "aborted", "who was first is right"
@@ -165,8 +165,8 @@ class SlowlyTold:
 
 def test_who_is_second_to_find_the_group_broken_waits_for_the_word_of_the_first() -> None:
     mine, other = watches()
-    other._notices._store.add("failures", 1)
-    mine._notices._store = SlowlyTold(mine._notices._store, 1)
+    other._notices._kept.store.add("failures", 1)
+    mine._notices._kept.store = SlowlyTold(mine._notices._kept.store, 1)
     mine.announce("lost", 1, 6)
     assert mine.failure is not None and mine.failure.kind == "timeout", "and a third would find that this one has gone"
 
