@@ -6,14 +6,13 @@ state in it pickled, so that whoever reaches the port runs code here. Here the s
 that the launcher holds: the kernel lets processes of the same user open it through /proc, and nobody else; it listens
 nowhere, and is gone with the launcher. Nothing that is read from it is unpickled.
 
-Ranks are told of it by PYCOMM_STORE. MASTER_ADDR and MASTER_PORT name a free port of loopback, for programs that use
+Ranks are told of it by PYCOMM_STORE. MASTER_ADDR and MASTER_PORT name loopback and a free port, for programs that use
 torch.distributed as well: then rank 0 serves torch's store there, as torch does it.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import torch.distributed
@@ -25,6 +24,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+
+from .ports import free_port
 
 __all__ = ["BACKEND", "register"]
 
@@ -60,7 +61,11 @@ class _LoopbackRendezvous(RendezvousHandler):
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = os.memfd_create("pycomm-store", os.MFD_CLOEXEC)
-        path, port = f"/proc/{os.getpid()}/fd/{self._fd}", _free_port(self._port)
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        try:
+            port = free_port(self._port)
+        except OSError as error:
+            raise RendezvousConnectionError(f"cannot listen at port {self._port}: {error.strerror}") from error
         os.environ["PYCOMM_STORE"] = f"{_LOOPBACK}:{port}={path}"  # the ranks inherit it
         return RendezvousInfo(dist.FileStore(path, _ANY_NUMBER), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
 
@@ -79,14 +84,3 @@ class _LoopbackRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._is_closed = True
         return True
-
-
-def _free_port(port: int) -> int:
-    """Returns ``port``, which must be free on loopback; one that is, if 0."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_LOOPBACK, port))
-        except OSError as error:
-            raise RendezvousConnectionError(f"cannot listen at {_LOOPBACK}:{port}: {error.strerror}") from error
-        return int(probe.getsockname()[1])

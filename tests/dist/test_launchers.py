@@ -11,7 +11,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from harness import descendants, wait_until
+from pycomm.launch.ports import free_port
 from warm_python import warm_python
 
 JOBS = Path(__file__).parent / "jobs"
@@ -175,11 +175,8 @@ def test_mpirun() -> None:
 @pytest.mark.mpi
 def test_mpirun_with_master_addr() -> None:
     """With it no MPI is needed: the ranks of an MPI launcher meet at a store as any others do."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [str(MPIRUN), "-n", "3", warm_python(), str(JOBS / "reduce.py"), "auto"]
-    check(reports(start(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))), 3, ["shm"])
+    check(reports(start(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))), 3, ["shm"])
 
 
 @needs_mpi

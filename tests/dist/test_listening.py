@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from test_launchers import JOBS, LAUNCHER_VARIABLES, MPIRUN, needs_mpi
 
 from harness import descendants, descriptors
+from pycomm.launch.ports import free_port
 
 PYCOMM_RUN = [sys.executable, "-m", "pycomm", "run", "-n", "2"]
 NOBODY = 65534
@@ -101,11 +101,8 @@ def test_torchrun_itself_listens_everywhere_and_its_ranks_do_not(tmp_path: Path)
 @pytest.mark.mpi
 def test_under_mpirun_what_is_ours_listens_on_loopback_alone(tmp_path: Path) -> None:
     """MASTER_ADDR keeps MPI out of the ranks; where it is in them, it listens on all interfaces. See the same page."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     launcher = [str(MPIRUN), "-n", "2", sys.executable]
-    with running(launcher, "shm", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) as pid:
+    with running(launcher, "shm", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())) as pid:
         ranks = {int((tmp_path / f"ready{rank}").read_text()) for rank in range(2)}
         found = listening(pid)
     # The proxy's sockets are in its children too.

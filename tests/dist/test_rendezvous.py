@@ -16,6 +16,7 @@ from harness import server
 from pycomm import CollectiveTimeoutError, ConfigError, NativeUnavailableError, PeerLostError
 from pycomm.collectives import rendezvous
 from pycomm.collectives.rendezvous import open_store
+from pycomm.launch.ports import free_port
 from pycomm.topology import LaunchInfo
 from pycomm.transport import Patience
 from pycomm.transport._handoff import _HELLO, share_memory
@@ -30,12 +31,6 @@ def no_stores_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_kept", {})
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back what open_store installs
     monkeypatch.setattr(rendezvous, "_has_hook", False)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_keys_carry_the_attempt() -> None:

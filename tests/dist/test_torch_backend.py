@@ -9,7 +9,6 @@ import functools
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from test_launchers import LAUNCHER_VARIABLES, MPIRUN, needs_mpi
 
+from pycomm.launch.ports import free_port
 from warm_python import warm_python
 
 HERE = Path(__file__).parent
@@ -70,9 +70,7 @@ def reports(job: Job) -> tuple[dict[tuple[str, int], str | None], str]:
     environ |= {"OMP_NUM_THREADS": "1", "CASES": " ".join(job.cases)} | dict(job.environ)
     command = [warm_python(), str(SCRIPT), *job.modules]
     if job.launcher == "mpirun":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [str(MPIRUN), "-n", str(job.ranks), *command]
     else:
         launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pycomm
 from pycomm.engines.tensor import parallelize
+from pycomm.launch.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -124,11 +124,8 @@ def for_torch(names: dict[str, Any]) -> None:
     """Lets torch.distributed meet at a port of its own: a rank that comes early would find the store of the last."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    port = [0]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port[0] = free.getsockname()[1]
-        pycomm.broadcast_object_list(port, 0)
+    port = [free_port()]
+    pycomm.broadcast_object_list(port, 0)
     os.environ["MASTER_PORT"] = str(port[0])
 
 
