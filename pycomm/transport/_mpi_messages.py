@@ -34,18 +34,18 @@ class _MpiRequest(Request):
     """A send or a receive: what waits for it and what only asks look, by ``look``."""
 
     def __init__(self, transport: MpiTransport, message: Message, doing: str) -> None:
-        self._transport = transport
+        self.transport = transport
         self._message = message
         self.doing = doing
         self._is_done = False
 
     def test(self) -> bool:
         if not self.look():
-            self._transport.glance(self.doing, self._message, self.look)
+            self.transport.glance(self.doing, self._message, self.look)
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._transport.wait_until(self.look, timeout_s, self.doing, self._message)
+        self.transport.wait_until(self.look, timeout_s, self.doing, self._message)
 
     @abstractmethod
     def look(self) -> bool:
@@ -62,10 +62,10 @@ class _Send(_MpiRequest):
 
     def look(self) -> bool:
         if not self._is_done:
-            self._transport.progress()
-            self._is_done = self._transport.poll(self._request, self.doing)
+            self.transport.progress()
+            self._is_done = self.transport.poll(self._request, self.doing)
             if self._is_done:
-                self._transport.forget(self)
+                self.transport.forget(self)
         return self._is_done
 
 
@@ -86,12 +86,12 @@ class _Receive(_MpiRequest):
 
     def look(self) -> bool:
         if not self._is_done:
-            self._transport.progress()
+            self.transport.progress()
             if self.request is not None:
-                self._is_done = self._transport.poll(self.request, self.doing)
+                self._is_done = self.transport.poll(self.request, self.doing)
                 if self._is_done:
-                    self._transport.watch.tally.receive(self.source, self.tag)
-                    self._transport.forget(self)
+                    self.transport.watch.tally.receive(self.source, self.tag)
+                    self.transport.forget(self)
         if self._is_done and self.error is not None:
             raise self.error
         return self._is_done
@@ -101,11 +101,17 @@ class MpiMessages:
     """Sends, and the receives that have not met their message yet, in the order in which they were asked for."""
 
     def __init__(self, transport: MpiTransport) -> None:
-        self._transport = transport
+        self._of = weakref.ref(transport)  # which has this object: a closed group's memory goes at once
         self._due: list[_Receive] = []
         self._due_lock = threading.Lock()
         self._own = weakref.ref(self)
         self._top_tag = transport.largest_tag - _TAGS_OF_OUR_OWN
+
+    @property
+    def _transport(self) -> MpiTransport:
+        transport = self._of()
+        assert transport is not None, "who calls comes from there"
+        return transport
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
         """As ``Transport.isend``."""
@@ -219,7 +225,7 @@ class MpiMessages:
 
     def _match(self, receive: _Receive) -> bool:
         """Looks for the message of ``receive`` and starts receiving it."""
-        transport = self._transport
+        transport = receive.transport  # also where another group's progress brings it on
         mpi, status = transport.mpi, transport.mpi.Status()
         source = mpi.ANY_SOURCE if receive.peer is None else receive.peer
         try:
@@ -238,7 +244,7 @@ class MpiMessages:
         """Sees to it that a message of another size fails the receive, and goes to a buffer that nobody reads."""
         receive.source = source
         if nbytes != receive.flat.nbytes:
-            place = self._transport.place("recv")
+            place = receive.transport.place("recv")
             receive.error = wording.wrong_size(place, source, receive.tag, receive.flat.nbytes, nbytes)
             receive.flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -181,9 +182,15 @@ class _Messages:
     """What both kinds share: messages of a rank to itself, which no backend of torch carries."""
 
     def __init__(self, transport: TorchTransport) -> None:
-        self._transport = transport
+        self._of = weakref.ref(transport)  # which has this object: a closed group's memory and descriptors go at once
         self._to_self: list[tuple[int, torch.Tensor]] = []
         self._self_receives: list[_SelfReceive] = []
+
+    @property
+    def _transport(self) -> TorchTransport:
+        transport = self._of()
+        assert transport is not None, "who calls comes from there, and a message that is posted has it"
+        return transport
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
         """As ``Transport.isend``."""

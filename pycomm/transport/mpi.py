@@ -93,12 +93,13 @@ class MpiTransport(WatchedTransport):
         meanwhile: MeanwhileOnHost | None = None,
     ) -> Sequence[torch.Tensor]:
         self.open_communicator()
-        if self._swaps is None or self._swaps.frame is not frame:  # a group's calls have the same one
-            if self._swaps is not None:
-                self._swaps.free()
-            self._swaps = FrameSwaps(self, frame)
+        swaps = self._swaps
+        if swaps is None or swaps.frame is not frame:  # a group's calls have the same one
+            if swaps is not None:
+                swaps.free()
+            swaps = self._swaps = FrameSwaps(self, frame)
         is_late = self._lateness.begin(self.timeout_s if timeout_s is None else timeout_s)
-        frames = self._swaps.run(nbytes, verb, timeout_s, self._swap)
+        frames = swaps.run(nbytes, verb, timeout_s, self._swap)
         if is_late:
             self.check_given_up(verb)
         return frames
@@ -213,6 +214,7 @@ class MpiTransport(WatchedTransport):
 
     def close(self) -> None:
         communicator, self.communicator = self.communicator, None
+        swaps, self._swaps = self._swaps, None  # which have this object
         if communicator is None:
             return
         self.watch.close(self.calls)
@@ -223,8 +225,8 @@ class MpiTransport(WatchedTransport):
             return
         # Collective by the letter of MPI, which adds that it "is anticipated" to be local; MPICH and Open MPI do it so.
         with contextlib.suppress(self.mpi.Exception):
-            if self._swaps is not None:
-                self._swaps.free()
+            if swaps is not None:
+                swaps.free()
             communicator.Free()
 
     # -- running: also for _mpi_messages ------------------------------------------------------------------------------

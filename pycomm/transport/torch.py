@@ -158,9 +158,10 @@ class TorchTransport(WatchedTransport):
             return [frame]
         if not self.is_gloo:
             return super().exchange_frames(frame, nbytes, verb, timeout_s)
-        if self._swap is None:
-            self._swap = self._post_exchange(range(self.world_size), self.frame_bytes, _FRAMES)
-        return self._swap.swap_part(frame, nbytes, verb, timeout_s)
+        swap = self._swap
+        if swap is None:
+            swap = self._swap = self._post_exchange(range(self.world_size), self.frame_bytes, _FRAMES)
+        return swap.swap_part(frame, nbytes, verb, timeout_s)
 
     def exchanger(self, nbytes: int) -> Exchange:
         return self._post_exchange(range(self.world_size), nbytes) if self.is_gloo else self.exchange
@@ -284,6 +285,7 @@ class TorchTransport(WatchedTransport):
                 given_up.end(self.group)
         for exchange in self._exchanges:
             exchange.close()
+        self._exchanges, self._swap = [], None  # which have this object
         self.group = None  # a gloo group of our own ends with its last reference
 
     # -- running --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from harness import run_forked, run_ranks
+from harness import run_forked, run_ranks, transport_params
 from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, TransportError
 from pycomm.algorithms.selection import load_table
 from pycomm.algorithms.tables import Table
@@ -246,6 +246,39 @@ def test_a_world_that_was_left_is_not_kept() -> None:
     del group
     gc.collect()
     assert transport() is None
+
+
+def what_stays_of_closed_groups(rank: int) -> list[str]:
+    """Returns the calls after which a closed group's transport is still there, though nobody has it."""
+    t = torch.ones(3000)
+    calls = {
+        "none": lambda group: None,
+        "a small call": lambda group: pycomm.all_reduce(torch.ones(3), group=group),
+        "a plan": lambda group: pycomm.all_reduce(t, group=group, algorithm="ring"),
+        "an asynchronous call": lambda group: pycomm.all_reduce(t, group=group, async_op=True).wait(),
+        "a message": lambda group: (pycomm.recv if rank else pycomm.send)(t, 1 - rank, group=group),
+        "a message from any": lambda group: pycomm.recv(t, group=group) if rank else pycomm.send(t, 1, group=group),
+        "a barrier": lambda group: pycomm.barrier(group=group),
+    }
+    found = []
+    gc.collect()
+    gc.disable()
+    for name, call in calls.items():
+        group = pycomm.new_group([0, 1])
+        transport = weakref.ref(group.transport)
+        call(group)
+        group.close()
+        del group
+        if transport() is not None:
+            found.append(name)
+    gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("transport", [param for param in transport_params() if param.values[0] != "local"])
+def test_a_closed_group_goes_with_its_last_reference(transport: str) -> None:
+    """Its descriptors and memory do not wait for the collector of cycles (the ranks of a local one have each other)."""
+    assert run_ranks(2, what_stays_of_closed_groups, transport=transport) == [[], []]
 
 
 def test_the_device_of_a_new_group_is_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
