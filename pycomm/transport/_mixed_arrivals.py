@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CollectiveTimeoutError, PycommError
+from ..errors import CollectiveTimeoutError, PycommError, forget_locals
 from .base import Request, Transport, has_ended
 
 if TYPE_CHECKING:
@@ -33,10 +33,12 @@ _ASK_S = 0.25  # of waiting, between two looks at who has left
 
 
 class Arrivals:
-    """Which messages of users are announced and which are asked for; see [Note: messages from any rank]."""
+    """Which messages of users are announced and which are asked for; see [Note: messages from any rank].
 
-    def __init__(self, transport: MixedTransport) -> None:
-        self._transport = transport
+    Of a transport that has this object, and that what it does here is given: a closed one goes with its last reference.
+    """
+
+    def __init__(self) -> None:
         self._changed = threading.Condition()  # guards what follows
         self._heard: Counter[int] = Counter()  # announcements by peer
         self._left: Counter[tuple[int, int]] = Counter()  # by (peer, tag): announced - taken; may be negative
@@ -47,10 +49,10 @@ class Arrivals:
         self._is_listening = False
         self._is_closed = False
 
-    def receive(self, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
+    def receive(self, transport: MixedTransport, flat: torch.Tensor, peer: int | None, tag: int) -> Request:
         """As ``Transport.irecv``."""
-        self._start_listening()
-        receive = _Receive(self, flat, peer, tag)
+        self._start_listening(transport)
+        receive = _Receive(transport, self, flat, peer, tag)
         with self._changed:
             self._asked.append(receive)
             self._assign()
@@ -70,28 +72,15 @@ class Arrivals:
             # Who has little time, or none, may come again and again.
             if receive.request is None and (has_time or now_s >= self._next_ask_s):
                 self._next_ask_s = now_s + _ASK_S
-                self._transport.check_senders(receive.flat.nbytes, receive.tag, heard)
+                receive.transport.check_senders(receive.flat.nbytes, receive.tag, heard)
             if receive.request is not None or not has_time:
                 break
         return receive.request is not None
-
-    def no_message(self, receive: _Receive, limit_s: float) -> CollectiveTimeoutError:
-        """Returns the error that says that nobody has sent."""
-        sender = "any rank" if receive.peer is None else f"rank {receive.peer}"
-        return CollectiveTimeoutError(
-            f"rank {self._transport.rank} waited {limit_s:.3g} s for a message from {sender} with tag {receive.tag}, "
-            f"none came; see whether a rank sends one, or raise the timeout"
-        )
 
     def keep(self, announcement: Request) -> None:
         """Keeps what has not been heard yet: a receiver that listens is to count it, late as it is."""
         with self._changed:
             self._announcing = [each for each in (*self._announcing, announcement) if not has_ended(each)]
-
-    @property
-    def timeout_s(self) -> float:
-        """The transport's."""
-        return self._transport.timeout_s
 
     def close(self) -> None:
         """Lets the listeners end; they do once their transports are closed."""
@@ -109,40 +98,45 @@ class Arrivals:
                 self._left[peer, tag] -= 1
                 try:
                     receive.source = peer  # before `request`, which another thread takes for started
-                    receive.request = self._transport.start(receive.flat, peer, tag, is_send=False)
+                    receive.request = receive.transport.start(receive.flat, peer, tag, is_send=False)
                 except PycommError as error:  # this may be a listener's thread
                     receive.error = error
 
     def _sender(self, tag: int) -> int | None:
         return next((peer for (peer, its_tag), left in self._left.items() if its_tag == tag and left > 0), None)
 
-    def _start_listening(self) -> None:
+    def _start_listening(self, transport: MixedTransport) -> None:
         if self._is_listening:
             return
         self._is_listening = True
-        for part in (self._transport.inner, self._transport.outer):
-            threading.Thread(target=self._listen, args=(part,), name="pycomm-arrivals", daemon=True).start()
+        for part in (transport.inner, transport.outer):
+            arguments = transport, part
+            threading.Thread(target=self._listen, args=arguments, name="pycomm-arrivals", daemon=True).start()
 
-    def _listen(self, part: Transport) -> None:
+    def _listen(self, transport: MixedTransport, part: Transport) -> None:
         tag = torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
             while not self._is_closed:
-                peer = self._transport.listen(part, tag)
+                peer = transport.listen(part, tag)
                 with self._changed:
                     self._heard[peer] += 1
                     self._left[peer, int(tag)] += 1
                     self._assign()
                     self._changed.notify_all()
         except PycommError as error:  # for whoever waits for a message
+            forget_locals(error)
             with self._changed:
-                self._error = self._transport.reason(error)
+                self._error = transport.reason(error).with_traceback(None)  # which has this call, and the transport
                 self._changed.notify_all()
 
 
 class _Receive(Request):
     """A receive of a user's message. ``request`` is there once it is known which message it gets."""
 
-    def __init__(self, arrivals: Arrivals, flat: torch.Tensor, peer: int | None, tag: int) -> None:
+    def __init__(
+        self, transport: MixedTransport, arrivals: Arrivals, flat: torch.Tensor, peer: int | None, tag: int
+    ) -> None:
+        self.transport = transport
         self.flat = flat
         self.peer = peer
         self.tag = tag
@@ -155,10 +149,14 @@ class _Receive(Request):
         return self._arrivals.has_started(self, 0.0) and self.request is not None and self.request.test()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        limit_s = self._arrivals.timeout_s if timeout_s is None else timeout_s
+        limit_s = self.transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         if not self._arrivals.has_started(self, limit_s) or self.request is None:
-            raise self._arrivals.no_message(self, limit_s)
+            sender = "any rank" if self.peer is None else f"rank {self.peer}"
+            raise CollectiveTimeoutError(
+                f"rank {self.transport.rank} waited {limit_s:.3g} s for a message from {sender} with tag {self.tag}, "
+                f"none came; see whether a rank sends one, or raise the timeout"
+            )
         self.request.wait(max(deadline - time.monotonic(), 1e-3))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 from ..errors import NativeUnavailableError
@@ -76,10 +76,10 @@ class Processes:
         """Takes over the pidfds."""
         self.members = tuple(members)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit modules may be gone before this
         for member in self.members:
             if member.fd >= 0:
-                os.close(member.fd)
+                close(member.fd)
 
 
 def _place() -> str:

@@ -14,6 +14,7 @@ wake, some 50 us each. torch gives Python no way to leave such a wait before its
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from ctypes import memmove
 from datetime import timedelta
@@ -44,7 +45,7 @@ class PostedExchange:
     def __init__(
         self, transport: TorchTransport, ranks: Sequence[int], nbytes: int, kind: int = 0, is_ahead: bool = True
     ) -> None:
-        self._transport = transport
+        self._of = weakref.ref(transport)  # which has this object, as has who calls it the transport
         self._tag = EXCHANGE_TAG + kind
         self._place = ranks.index(transport.rank)
         self._peers = [(place, rank) for place, rank in enumerate(ranks) if rank != transport.rank]
@@ -58,6 +59,12 @@ class PostedExchange:
         self._receives: list[Any] = []
         if is_ahead:
             self._post_ahead()
+
+    @property
+    def _transport(self) -> TorchTransport:
+        transport = self._of()
+        assert transport is not None, "who calls comes from there"
+        return transport
 
     def __call__(
         self, frame: torch.Tensor, verb: str, timeout_s: float | None, meanwhile: Meanwhile | None = None

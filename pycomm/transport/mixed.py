@@ -72,12 +72,12 @@ class MixedTransport(Transport):
         self._local = {rank: index for index, rank in enumerate(self._neighbours)}
         self._starting = threading.Lock()  # one thread at a time calls a transport
         self._failure: Remembered | None = None  # what ended both
-        self._arrivals = Arrivals(self)
+        self._arrivals = Arrivals()
         self._frames: HostFrames | None = None
         if len(set(map(len, topology.hosts))) == 1:  # else the ranks' shards do not match; a plan finds how they do
             column = [ranks[inner.rank] for ranks in topology.hosts]
             host = topology.host_of(self.rank)
-            self._column = Column(inner, column, host, self._start_outside)
+            self._column = Column(inner, column, host, partial(_start_outside, outer, self._starting))
             self._frames = HostFrames(inner, outer, topology, column)
             self.frame_bytes = self._frames.frame_bytes
             self.native = frozenset({"all_reduce"})
@@ -252,7 +252,7 @@ class MixedTransport(Transport):
 
     def irecv(self, flat: torch.Tensor, peer: int | None, tag: int = 0) -> Request:
         if tag < FIRST_OWN_TAG:
-            return self._arrivals.receive(flat, peer, tag)
+            return self._arrivals.receive(self, flat, peer, tag)
         assert peer is not None, "only users receive from any rank"
         return self.start(flat, peer, tag, is_send=False)
 
@@ -266,11 +266,6 @@ class MixedTransport(Transport):
         local = self._local.get(peer)
         part, its_rank = (self.outer, peer) if local is None else (self.inner, local)
         return part.isend(flat, its_rank, tag) if is_send else part.irecv(flat, its_rank, tag)
-
-    def _start_outside(self, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Request:
-        """Starts a message of a call that as a whole is in ``ending_both``: 64 of them in an all_reduce of 16 MiB."""
-        with self._starting:
-            return self.outer.isend(flat, peer, tag) if is_send else self.outer.irecv(flat, peer, tag)
 
     def listen(self, part: Transport, box: torch.Tensor) -> int:
         """Waits for an announcement in ``part``; returns the rank in this group of who made it."""
@@ -376,6 +371,14 @@ class MixedTransport(Transport):
         self._arrivals.close()
         self.inner.close()
         self.outer.close()
+
+
+def _start_outside(
+    outer: Transport, starting: threading.Lock, flat: torch.Tensor, peer: int, tag: int, *, is_send: bool
+) -> Request:
+    """Starts a message of a call that as a whole is in ``ending_both``: 64 of them in an all_reduce of 16 MiB."""
+    with starting:
+        return outer.isend(flat, peer, tag) if is_send else outer.irecv(flat, peer, tag)
 
 
 class _Routed(Request):

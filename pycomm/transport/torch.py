@@ -285,7 +285,6 @@ class TorchTransport(WatchedTransport):
                 given_up.end(self.group)
         for exchange in self._exchanges:
             exchange.close()
-        self._exchanges, self._swap = [], None  # which have this object
         self.group = None  # a gloo group of our own ends with its last reference
 
     # -- running --------------------------------------------------------------------------------------------------

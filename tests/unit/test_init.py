@@ -23,6 +23,7 @@ from pycomm.transport import Patience
 from pycomm.transport.local import LocalWorld
 from warm_python import warm_python
 
+RANKS = 4  # on hosts: two each
 TABLE = load_table("")
 LAUNCHERS = (
     "RANK",
@@ -248,6 +249,15 @@ def test_a_world_that_was_left_is_not_kept() -> None:
     assert transport() is None
 
 
+def send_or_receive(t: torch.Tensor, rank: int, group: pycomm.Group, from_any: bool = False) -> None:
+    """From rank 0, to a rank of its host and one of another."""
+    if rank == 0:
+        pycomm.send(t, 1, group=group)
+        pycomm.send(t, 2, group=group)
+    elif rank < 3:
+        pycomm.recv(t, None if from_any else 0, group=group)
+
+
 def what_stays_of_closed_groups(rank: int) -> list[str]:
     """Returns the calls after which a closed group's transport is still there, though nobody has it."""
     t = torch.ones(3000)
@@ -256,19 +266,22 @@ def what_stays_of_closed_groups(rank: int) -> list[str]:
         "a small call": lambda group: pycomm.all_reduce(torch.ones(3), group=group),
         "a plan": lambda group: pycomm.all_reduce(t, group=group, algorithm="ring"),
         "an asynchronous call": lambda group: pycomm.all_reduce(t, group=group, async_op=True).wait(),
-        "a message": lambda group: (pycomm.recv if rank else pycomm.send)(t, 1 - rank, group=group),
-        "a message from any": lambda group: pycomm.recv(t, group=group) if rank else pycomm.send(t, 1, group=group),
+        "a message": lambda group: send_or_receive(t, rank, group),
+        "a message from any": lambda group: send_or_receive(t, rank, group, from_any=True),
         "a barrier": lambda group: pycomm.barrier(group=group),
     }
     found = []
     gc.collect()
     gc.disable()
     for name, call in calls.items():
-        group = pycomm.new_group([0, 1])
+        group = pycomm.new_group(range(RANKS))
         transport = weakref.ref(group.transport)
         call(group)
         group.close()
         del group
+        for thread in threading.enumerate():
+            if thread.name == "pycomm-arrivals":  # which hears that the group is closed
+                thread.join()
         if transport() is not None:
             found.append(name)
     gc.enable()
@@ -278,7 +291,7 @@ def what_stays_of_closed_groups(rank: int) -> list[str]:
 @pytest.mark.parametrize("transport", [param for param in transport_params() if param.values[0] != "local"])
 def test_a_closed_group_goes_with_its_last_reference(transport: str) -> None:
     """Its descriptors and memory do not wait for the collector of cycles (the ranks of a local one have each other)."""
-    assert run_ranks(2, what_stays_of_closed_groups, transport=transport) == [[], []]
+    assert run_ranks(RANKS, what_stays_of_closed_groups, transport=transport) == [[]] * RANKS
 
 
 def test_the_device_of_a_new_group_is_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
