@@ -48,6 +48,7 @@ __all__ = [
     "descriptors",
     "interrupt_once_in_a_call",
     "is_in_a_call",
+    "pretend_hosts",
     "proc_files",
     "run_forked",
     "run_ranks",
@@ -336,7 +337,7 @@ def _process_main(
     torch.set_num_threads(1)  # the ranks share the cores
 
     if transport == "mixed":
-        _pretend_hosts(rank)
+        pretend_hosts(rank)
 
     def join_and_run() -> Any:
         fn, args = pickle.loads(payload)
@@ -352,7 +353,7 @@ def _process_main(
     sender.send_bytes(outcome_of(join_and_run))
 
 
-def _pretend_hosts(rank: int) -> None:
+def pretend_hosts(rank: int) -> None:
     """Lets ranks 0 and 1 believe that they share a host, 2 and 3 another one, and so on; the last may be alone."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for module in ("agreement", "exchange"):

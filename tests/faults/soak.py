@@ -1,6 +1,6 @@
 """A job whose ranks are killed, stopped and started again at random, and which has to get on with its work.
 
-    python tests/faults/soak.py --minutes 120 --seed 4711
+    python tests/faults/soak.py --minutes 120 --seed 4711 --transport torch
 
 Every step is an all_reduce of a random size whose sum is checked; the sum of the sums is the job's state, which a rank
 that was started again copies from another. At the end the state must be what an undisturbed job would have: no step
@@ -32,7 +32,7 @@ import pycomm
 from pycomm.fault import Generation, Membership
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import server
+from harness import pretend_hosts, server
 
 RANKS = 8
 PAUSE_S = 0.01  # at most, between two steps of a rank: so some wait in a collective when they are struck, some do not
@@ -67,12 +67,14 @@ def state_after(steps: int) -> int:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, port: int, board: Any, last_step: Any, dump: str) -> None:
+def rank_main(rank: int, port: int, board: Any, last_step: Any, dump: str, transport: str) -> None:
     """Works until ``last_step`` is set and reached; ends with exit code 0, or 1 after printing what is wrong."""
     dump_file = open(dump, "w")  # noqa: SIM115  faulthandler needs it for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=dump_file, all_threads=True)
     torch.set_num_threads(1)
-    member = Membership(rank, RANKS, dist.TCPStore("127.0.0.1", port, is_master=False), transport="shm")
+    if transport == "mixed":
+        pretend_hosts(rank)
+    member = Membership(rank, RANKS, dist.TCPStore("127.0.0.1", port, is_master=False), transport=transport)
     state, step = torch.zeros(1, dtype=torch.int64), 0
     generation: Generation | None = None
     pauses = random.Random(rank)  # ranks are forked, and would all have one sequence
@@ -119,9 +121,10 @@ def leave(step: int) -> None:
 class Soak:
     """Starts the ranks, strikes them, starts them again; see the top of this file."""
 
-    def __init__(self, seed: int, folder: str, stuck_s: float) -> None:
+    def __init__(self, seed: int, folder: str, stuck_s: float, transport: str) -> None:
         self.random = random.Random(seed)
         self.stuck_s = stuck_s
+        self.transport = transport
         self.folder = Path(folder)
         self.context = server()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -135,9 +138,8 @@ class Soak:
 
     def start(self, rank: int) -> Any:
         dump = str(self.folder / f"stack{rank}")
-        process = self.context.Process(
-            target=rank_main, args=(rank, self.store.port, self.board, self.last_step, dump), name=f"rank {rank}"
-        )
+        arguments = rank, self.store.port, self.board, self.last_step, dump, self.transport
+        process = self.context.Process(target=rank_main, args=arguments, name=f"rank {rank}")
         process.start()
         return process
 
@@ -233,13 +235,13 @@ class Soak:
         return f"board {list(self.board)}\n" + "\n".join(stacks)
 
 
-def soak(seed: int, duration_s: float, stuck_s: float) -> dict[str, float]:
-    """Runs the job for ``duration_s``; returns the steps done, the generations needed, the strikes dealt
-    and the longest times without a finished step.
+def soak(seed: int, duration_s: float, stuck_s: float, transport: str = "shm") -> dict[str, float]:
+    """Runs the job for ``duration_s`` over ``transport``; returns the steps done, the generations needed, the strikes
+    dealt and the longest times without a finished step.
     """
     descriptors = len(os.listdir("/proc/self/fd"))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        done = Soak(seed, folder, stuck_s).run(duration_s)
+        done = Soak(seed, folder, stuck_s, transport).run(duration_s)
     left = [name for name in os.listdir("/dev/shm") if "pycomm" in name]
     assert not left, left
     assert len(os.listdir("/proc/self/fd")) < descriptors + 64, "descriptors of the supervisor"
@@ -251,9 +253,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--stuck", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--transport", choices=("shm", "torch", "mixed"), default="shm", help="mixed: two ranks a host")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    print(soak(options.seed, 60 * options.minutes, options.stuck))
+    print(soak(options.seed, 60 * options.minutes, options.stuck, options.transport))
 
 
 if __name__ == "__main__":
