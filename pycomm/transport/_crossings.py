@@ -147,10 +147,16 @@ class Crossings:
         """Leaves word that this rank has closed the group, and comes to none that is made of it."""
         self._words.tell_making((), self._made)
 
-    def who_left(self, old: Transport, ranks: Sequence[int]) -> int | None:
-        """Returns one of ``ranks``, of which this rank makes a group, that has left ``old`` and will not come."""
+    def who_left(self, old: Transport, ranks: Sequence[int], *, at_once: bool = False) -> int | None:
+        """Returns one of ``ranks``, of which this rank makes a group, that has left ``old`` and will not come.
+
+        It looks now and then, or ``at_once``: who gives up a group because of that breaks it for the other members, who
+        hear of him first.
+        """
         now_s = time.monotonic()
-        if not old.is_broken or now_s < self._next_look_s:  # in one that is whole, who waits looks for that anyway
+        if not old.is_broken:  # in one that is whole, who waits looks for that anyway
+            return None
+        if now_s < self._next_look_s and not at_once:
             return None
         self._next_look_s = now_s + _ASK_S
         for rank in ranks:

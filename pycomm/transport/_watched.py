@@ -168,11 +168,15 @@ class WatchedTransport(Transport):
         if self.crossings.is_second(self, ranks):
             self.check_whole("new_group")
         self._check_lost_among(ranks)
-        gone = self.crossings.who_left(self, ranks)
-        if gone is not None:
-            raise self.failed("new_group", self.watch.departure_of(gone))
+        self.check_left_among(ranks)
         if look is not None:
             look()
+
+    def check_left_among(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
+        """Raises if one of ``ranks``, which make a group, has left this one: as ``Crossings.who_left`` looks for it."""
+        gone = self.crossings.who_left(self, ranks, at_once=at_once)
+        if gone is not None:
+            raise self.failed("new_group", self.watch.departure_of(gone))
 
     def _check_lost_among(self, ranks: Sequence[int]) -> None:
         failure = self.watch.loss_among(ranks) if self.is_broken else None
@@ -198,8 +202,9 @@ class WatchedTransport(Transport):
             failure = theirs.declare(failure)
             if failure.kind == "lost":
                 self.watch.tell_ended(ranks[failure.rank])
-            else:  # that one may have left since it saw a loss, which says more
+            else:  # that one may have given it up because of another one, which says more
                 self._check_lost_among(ranks)
+                self.check_left_among(ranks, at_once=True)
             if own is not None and failure.kind == "interrupted":  # in a call of this group, which is not whole either
                 own.announce(failure.kind, ranks[failure.rank], self.calls)
             raise self.failed_member(ranks, failure)

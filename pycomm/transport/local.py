@@ -289,7 +289,8 @@ class LocalTransport(Transport):
     def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
         gone = self.hub.lost.keys() & set(range(self.world_size) if with_all else ranks)
         if gone:
-            raise self.peer_lost(self.hub.miss(min(gone)))
+            first = self.hub.miss(min(gone))  # which may be none of these
+            raise self.peer_lost(first if first in gone else min(gone))
         if self._crossings.is_second(self, ranks):
             self.check_lost("new_group")
         if look is not None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PeerLostError
 from ..ops import native
 from ..types import VERBS, ReduceOp, dtype_of_name
 from ._crossings import Crossings, Making
@@ -332,7 +332,12 @@ class ShmTransport(Transport):
         is_part = self._larger is not None
         with contextlib.nullcontext(key) if is_part else self._crossings.making(self, ranks, key, look) as key:
             area = self._group.area_of_child(ranks[0], key, look)
-            return ShmTransport(self._host, members, rank, self._group_name, area, self.timeout_s, look, maker)
+            try:
+                return ShmTransport(self._host, members, rank, self._group_name, area, self.timeout_s, look, maker)
+            except PeerLostError:  # of one that gave it up, maybe, because of another one, which says more
+                if not is_part:
+                    self._check_left_among(ranks, at_once=True)
+                raise
 
     def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
         if with_all:
@@ -340,12 +345,15 @@ class ShmTransport(Transport):
         elif self._larger is None:
             if self._crossings.is_second(self, ranks):
                 self.check_lost("new_group")
-            gone = self._crossings.who_left(self, ranks)
-            if gone is not None:
-                pid = self._host.pids[self._host_ranks[gone]]
-                raise failed(self.place("new_group"), Failure("closed", gone, pid))
+            self._check_left_among(ranks)
         if look is not None:
             look()
+
+    def _check_left_among(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
+        gone = self._crossings.who_left(self, ranks, at_once=at_once)
+        if gone is not None:
+            pid = self._host.pids[self._host_ranks[gone]]
+            raise failed(self.place("new_group"), Failure("closed", gone, pid))
 
     def close(self) -> None:
         self._group.close()
