@@ -126,10 +126,14 @@ class Crossings:
             time.sleep(_POLL_S)
         return key
 
-    def is_second(self, old: Transport, ranks: Sequence[int]) -> bool:
-        """Whether a group that one of ``ranks`` makes, while this rank waits for it, goes before that of ``ranks``."""
+    def is_second(self, old: Transport, ranks: Sequence[int], *, at_once: bool = False) -> bool:
+        """Whether a group that one of ``ranks`` makes, while this rank waits for it, goes before that of ``ranks``.
+
+        This and ``who_left`` look now and then, or ``at_once``: a member that gives the group up because of what they
+        find breaks it for the others, who hear of that member first.
+        """
         failure, now_s = old.failure, time.monotonic()
-        if failure is None or now_s < self._next_ask_s:
+        if failure is None or (now_s < self._next_ask_s and not at_once):
             return False
         self._next_ask_s = now_s + _ASK_S
         lost = -1 if failure.kind == "timeout" else failure.rank
@@ -148,15 +152,9 @@ class Crossings:
         self._words.tell_making((), self._made)
 
     def who_left(self, old: Transport, ranks: Sequence[int], *, at_once: bool = False) -> int | None:
-        """Returns one of ``ranks``, of which this rank makes a group, that has left ``old`` and will not come.
-
-        It looks now and then, or ``at_once``: who gives up a group because of that breaks it for the other members, who
-        hear of him first.
-        """
+        """Returns one of ``ranks``, of which this rank makes a group, that has left ``old`` and will not come."""
         now_s = time.monotonic()
-        if not old.is_broken:  # in one that is whole, who waits looks for that anyway
-            return None
-        if now_s < self._next_look_s and not at_once:
+        if not old.is_broken or (now_s < self._next_look_s and not at_once):  # in one that is whole, who waits sees it
             return None
         self._next_look_s = now_s + _ASK_S
         for rank in ranks:

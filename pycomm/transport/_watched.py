@@ -165,23 +165,20 @@ class WatchedTransport(Transport):
 
     def look_at_makers(self, ranks: Sequence[int], look: Look | None = None) -> None:
         """Looks around once while ``ranks`` make a group of theirs; raises what ends that, as this group has it."""
-        if self.crossings.is_second(self, ranks):
-            self.check_whole("new_group")
-        self._check_lost_among(ranks)
-        self.check_left_among(ranks)
+        self.check_makers(ranks)
         if look is not None:
             look()
 
-    def check_left_among(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
-        """Raises if one of ``ranks``, which make a group, has left this one: as ``Crossings.who_left`` looks for it."""
-        gone = self.crossings.who_left(self, ranks, at_once=at_once)
-        if gone is not None:
-            raise self.failed("new_group", self.watch.departure_of(gone))
-
-    def _check_lost_among(self, ranks: Sequence[int]) -> None:
+    def check_makers(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
+        """Raises if not all of ``ranks``, which make a group, will come to it; ``Crossings`` says when it is looked."""
+        if self.crossings.is_second(self, ranks, at_once=at_once):
+            self.check_whole("new_group")
         failure = self.watch.loss_among(ranks) if self.is_broken else None
         if failure is not None:
             raise self.failed("new_group", failure)
+        gone = self.crossings.who_left(self, ranks, at_once=at_once)
+        if gone is not None:
+            raise self.failed("new_group", self.watch.departure_of(gone))
 
     def look_at_members(
         self, ranks: Sequence[int], theirs: Watch, with_all: bool, look: Look | None
@@ -203,8 +200,7 @@ class WatchedTransport(Transport):
             if failure.kind == "lost":
                 self.watch.tell_ended(ranks[failure.rank])
             else:  # that one may have given it up because of another one, which says more
-                self._check_lost_among(ranks)
-                self.check_left_among(ranks, at_once=True)
+                self.check_makers(ranks, at_once=True)
             if own is not None and failure.kind == "interrupted":  # in a call of this group, which is not whole either
                 own.announce(failure.kind, ranks[failure.rank], self.calls)
             raise self.failed_member(ranks, failure)

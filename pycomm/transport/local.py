@@ -259,20 +259,21 @@ class LocalTransport(Transport):
         self._check_open()
         if ranks is None or self.rank not in ranks:
             return None
-        look = partial(self._look_at_makers, ranks, with_all, look)
+        look_at_once = partial(self._look_at_makers, ranks, with_all, look, True)
+        look = partial(self._look_at_makers, ranks, with_all, look, False)
         with self._crossings.making(self, ranks, key, look) as key:
             with self.hub.changed:
                 hub = self.hub.children.setdefault((key, tuple(ranks)), _Hub(len(ranks)))
             child = LocalTransport(hub, list(ranks).index(self.rank), self.timeout_s)
             self._children.append(child)
             try:
-                self._await_members(child, ranks, look)
+                self._await_members(child, ranks, look, look_at_once)
             except BaseException:
                 child.fail("it gave up making the group")
                 raise
         return child
 
-    def _await_members(self, child: LocalTransport, ranks: Sequence[int], look: Look) -> None:
+    def _await_members(self, child: LocalTransport, ranks: Sequence[int], look: Look, look_at_once: Look) -> None:
         hub, deadline = child.hub, time.monotonic() + self.timeout_s
         with hub.changed:
             hub.joined.add(child.rank)
@@ -280,18 +281,19 @@ class LocalTransport(Transport):
         while not hub.are_here(_LOOK_S):
             look()
             if hub.lost and not hub.are_here(0.0):  # somebody has given it up: nobody leaves before all have joined
+                look_at_once()  # because of another one, maybe, which says more
                 member, loss = min(hub.lost.items())
                 raise self._gone(ranks[member], loss)
             if time.monotonic() > deadline:
                 absent = next(member for number, member in enumerate(ranks) if number not in hub.joined)
                 raise wording.timed_out(self.place("new_group"), self.timeout_s, f"rank {absent}", is_broken=False)
 
-    def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
+    def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None, at_once: bool) -> None:
         gone = self.hub.lost.keys() & set(range(self.world_size) if with_all else ranks)
         if gone:
             first = self.hub.miss(min(gone))  # which may be none of these
             raise self.peer_lost(first if first in gone else min(gone))
-        if self._crossings.is_second(self, ranks):
+        if self._crossings.is_second(self, ranks, at_once=at_once):
             self.check_lost("new_group")
         if look is not None:
             look()

@@ -354,7 +354,7 @@ class MixedTransport(Transport):
             if with_all:
                 with self.ending_both("new_group"):
                     raise
-            outer.check_left_among(ranks, at_once=True)  # one of this host may have given it up because of that
+            outer.check_makers(ranks, at_once=True)  # one of this host may have given it up because of another one
             raise
 
     def _look_at_makers(self, outer: WatchedTransport, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:

@@ -336,20 +336,20 @@ class ShmTransport(Transport):
                 return ShmTransport(self._host, members, rank, self._group_name, area, self.timeout_s, look, maker)
             except PeerLostError:  # of one that gave it up, maybe, because of another one, which says more
                 if not is_part:
-                    self._check_left_among(ranks, at_once=True)
+                    self._check_makers(ranks, at_once=True)
                 raise
 
     def _look_at_makers(self, ranks: Sequence[int], with_all: bool, look: Look | None) -> None:
         if with_all:
             self.look_around()
         elif self._larger is None:
-            if self._crossings.is_second(self, ranks):
-                self.check_lost("new_group")
-            self._check_left_among(ranks)
+            self._check_makers(ranks)
         if look is not None:
             look()
 
-    def _check_left_among(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
+    def _check_makers(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
+        if self._crossings.is_second(self, ranks, at_once=at_once):
+            self.check_lost("new_group")
         gone = self._crossings.who_left(self, ranks, at_once=at_once)
         if gone is not None:
             pid = self._host.pids[self._host_ranks[gone]]

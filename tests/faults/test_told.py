@@ -155,3 +155,23 @@ def leave_who_makes_a_group(rank: int) -> None:
 @pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
 def test_who_makes_a_group_is_told_of_one_that_has_left_the_old_one(transport: str) -> None:
     run_ranks(4, leave_who_makes_a_group, transport=transport, timeout_s=100.0)
+
+
+def make_the_second_of_two(rank: int) -> None:
+    """Rank 4 leaves. Of those who go on two make a group of all of them, the others first one with one of these."""
+    whole: Any = pycomm.new_group(range(5))
+    if rank == 4:
+        whole.close()
+        pycomm.recv(torch.ones(1), 0)  # it lives
+        return
+    be_told(pycomm.barrier, whole, of=4, ranks=5)
+    if rank < 2:
+        be_told(pycomm.new_group, range(3), group=whole, of=4, ranks=5)  # not of each other
+    pycomm.barrier(pycomm.new_group(range(4), group=whole))
+    if rank == 0:
+        pycomm.send(torch.ones(1), 4)
+
+
+@pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
+def test_who_makes_a_group_that_others_give_up_is_told_why(transport: str) -> None:
+    run_ranks(5, make_the_second_of_two, transport=transport, timeout_s=100.0)
