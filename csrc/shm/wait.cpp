@@ -66,6 +66,7 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
       check(peer, deadline, doing, is_ready);
     } catch (...) {
       if (is_ready()) return;  // it died, or the clock ran out, after all that was asked of it
+      look_why_given_up();
       throw;
     }
   }
@@ -154,7 +155,7 @@ void Waiter::throw_if_broken(const char* doing) const {
 
 std::exception_ptr Waiter::abandoned(const char* doing) const {
   const auto found = failure();
-  if (!found || found->kind != FailureKind::kInterrupted || found->culprit != setup_.rank) return nullptr;
+  if (!found || found->kind != FailureKind::kInterrupted) return nullptr;
   try {
     throw_if_broken(doing);
   } catch (const Failed&) {

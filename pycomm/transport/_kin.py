@@ -6,7 +6,8 @@ have been told: it waits for the first in a group without the lost rank, as a me
 the two would wait for each other until their time is over. So who waits long looks at the other groups that it is in
 and that have one ancestor with this: if one is broken, and whom it waits for makes a group of that and waits for it
 there (``_crossings.py``), it gets the error of the loss. The group in which it waited is broken then, for those who
-wait in it for this rank. Nothing happens to groups that nobody waits in: those who live may use them as before.
+wait in it for this rank: it has given up their call, and they look why at once, as those who go on wait for them, too.
+Nothing happens to groups that nobody waits in: those who live may use them as before.
 
 Who makes that group may have done its part of what is waited for: then it is not waited for, and the rest comes. Where
 that does not show (bytes may be under way), it leaves word of what it had done.
@@ -21,16 +22,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import TransportError
+from . import _wording as wording
 
 if TYPE_CHECKING:
     from ._tally import Message
     from .base import Transport
 
-__all__ = ["ANYBODY", "EVERYBODY", "NOBODY", "Kin"]
+__all__ = ["ANYBODY", "EVERYBODY", "GIVEN_UP", "NOBODY", "Kin"]
 
 # Whom a wait is for, if not for one rank (csrc/shm/wait.h): whoever sends a message; nobody, who may never come; and
-# all, in a collective, where who is missing does not show.
-ANYBODY, NOBODY, EVERYBODY = -1, -2, -3
+# all, in a collective, where who is missing does not show. GIVEN_UP: it is in vain, a rank has given up what it is for.
+ANYBODY, NOBODY, EVERYBODY, GIVEN_UP = -1, -2, -3, -4
 _LOOK_S = 0.1
 
 
@@ -74,9 +76,12 @@ class Kin:
     ) -> None:
         """Looks once in a long wait of ``waiting`` for its rank ``peer``, or for ANYBODY or EVERYBODY, in a collective
         or for ``message``. Raises what has broken another group, if the wait is in vain because of that, and
-        ``has_come``, asked last, says no.
+        ``has_come``, asked last, says no; if it is GIVEN_UP, whatever makes others wait for this rank elsewhere.
         """
         place, now_s = self._places.get(waiting), time.monotonic()
+        if peer == GIVEN_UP:
+            self._look_why(waiting, has_come)
+            return
         if place is None or peer == NOBODY or now_s < place.next_s:
             return
         place.next_s = now_s + _LOOK_S
@@ -89,12 +94,18 @@ class Kin:
                 continue
             _raise_loss(waiting, other)
 
+    def _look_why(self, waiting: Transport, has_come: Callable[[], bool] | None) -> None:
+        for other, _ in self._all():
+            if other is not waiting and other.who_waits(at_once=True) and not (has_come is not None and has_come()):
+                _raise_loss(waiting, other)
+
 
 def _raise_loss(waiting: Transport, other: Transport) -> None:
     try:
         other.check_lost("a call")
     except TransportError as error:
         waiting.abandon()
+        wording.mark_elsewhere(error)
         error.add_note(
             f"found while waiting in group {waiting.group_name!r}, for a rank that makes a group of those who live of "
             f"{other.group_name!r} and waits for this rank there"

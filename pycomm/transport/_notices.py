@@ -90,10 +90,10 @@ class Job:
         """Leaves that word."""
         self._kept.say("going on", 1)
 
-    def has_anyone_gone_on(self) -> bool:
-        """Says, now and then by a trip to the store, whether anybody has left it."""
+    def has_anyone_gone_on(self, *, at_once: bool = False) -> bool:
+        """Says, now and then (or ``at_once``) by a trip to the store, whether anybody has left it."""
         now_s = time.monotonic()
-        if not self._has_gone_on and now_s >= self._next_ask_s:
+        if not self._has_gone_on and (now_s >= self._next_ask_s or at_once):
             self._next_ask_s = now_s + _ASK_JOB_S
             self._has_gone_on = self._kept.has("going on")
         return self._has_gone_on

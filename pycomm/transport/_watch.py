@@ -184,9 +184,11 @@ class Watch:
         if ranks and self.failure is not None:
             self._notices.job.go_on()
 
-    def has_anyone_gone_on(self) -> bool:
-        """Says, now and then by a trip to the store, whether a rank makes, or has made, a group of a broken one."""
-        return self._notices.job.has_anyone_gone_on()
+    def has_anyone_gone_on(self, *, at_once: bool = False) -> bool:
+        """Says, now and then (or ``at_once``) by a trip to the store, whether a rank makes, or has made, a group of a
+        broken one.
+        """
+        return self._notices.job.has_anyone_gone_on(at_once=at_once)
 
     def tell_ended(self, rank: int) -> None:
         """Leaves word that ``rank`` has ended, for those of other hosts who wait for it though the group is broken."""

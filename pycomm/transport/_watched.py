@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CollectiveTimeoutError, PeerLostError
 from . import _wording as wording
 from ._crossings import Crossings
-from ._kin import EVERYBODY, NOBODY
+from ._kin import EVERYBODY, GIVEN_UP, NOBODY
 from ._watch import SLICE_S
 from .base import ANNOUNCEMENT_TAG, Request, Transport
 
@@ -93,6 +93,7 @@ class WatchedTransport(Transport):
         if is_done():
             return
         if message is None or not message.is_sent or not self.watch.has_taken(message):
+            self._look_why(failure)
             raise self.failed(doing, self.watch.declare(failure))
 
     def look_around(self) -> None:
@@ -106,8 +107,8 @@ class WatchedTransport(Transport):
         super().leave()
         self.crossings.leave()
 
-    def who_waits(self) -> AbstractSet[int]:
-        if self.watch.failure is None and not self.watch.has_anyone_gone_on():
+    def who_waits(self, *, at_once: bool = False) -> AbstractSet[int]:
+        if self.watch.failure is None and not self.watch.has_anyone_gone_on(at_once=at_once):
             return frozenset()
         self.watch.ask(self.calls)  # of what broke this group
         return self.crossings.who_waits(self)
@@ -222,7 +223,13 @@ class WatchedTransport(Transport):
     def check_whole(self, doing: str) -> None:
         """Raises what broke the group, if that is known already."""
         if self.watch.failure is not None:
+            self._look_why(self.watch.failure)
             raise self.failed(doing, self.watch.failure)
+
+    def _look_why(self, failure: wording.Failure) -> None:
+        """Raises why another rank has given up a call of this group, if that is what broke it and can be found."""
+        if failure.kind == "interrupted" and failure.rank != self.rank:
+            self.look_elsewhere(GIVEN_UP)
 
     def check_given_up(self, doing: str) -> None:
         # If they gave up in a later call, this one has succeeded for them, and does here.

@@ -159,6 +159,16 @@ def why(error: TransportError) -> tuple[str, Failure | None]:
     return place.verb if isinstance(place, Place) else "a call", failure
 
 
+def mark_elsewhere(error: TransportError) -> None:
+    """Marks that ``error`` says what broke another group than the one in which it is raised."""
+    error._is_elsewhere = True  # type: ignore[attr-defined]
+
+
+def is_elsewhere(error: TransportError) -> bool:
+    """Says whether ``error`` is marked so."""
+    return getattr(error, "_is_elsewhere", False)
+
+
 class Remembered(NamedTuple):
     """What broke a group, in the words of the call that found it; not the error itself, which keeps its frames alive.
 

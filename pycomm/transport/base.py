@@ -264,8 +264,11 @@ class Transport(ABC):
         if self.kin is not None:
             self.kin.remove(self)
 
-    def who_waits(self) -> AbstractSet[int]:
-        """Returns the ranks that make a group of this one, which is broken, and wait for this rank in that."""
+    def who_waits(self, *, at_once: bool = False) -> AbstractSet[int]:
+        """Returns the ranks that make a group of this one, which is broken, and wait for this rank in that.
+
+        Where that takes trips to a store, it looks now and then, or ``at_once``.
+        """
         return frozenset()
 
     def tell_done(self) -> None:

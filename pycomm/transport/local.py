@@ -12,9 +12,10 @@ as a plan.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +25,7 @@ import torch
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
 from . import _wording as wording
 from ._crossings import Crossings, Making
-from ._kin import ANYBODY
+from ._kin import ANYBODY, GIVEN_UP
 from .base import FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalTransport", "LocalWorld", "connect"]
 
+_GIVEN_UP = "it was interrupted in the middle of a call"
 _LOOK_S = 20e-3  # between two looks of a rank that waits whether the group is broken
 
 
@@ -170,7 +172,7 @@ class _Receive(Request):
         return min(others) if self.peer is None and others and others <= hub.lost.keys() else None
 
     def test(self) -> bool:
-        with self.transport.mailbox.changed:
+        with self.transport.saying_why(), self.transport.mailbox.changed:
             if self._has_come():
                 return True
         self._look_elsewhere()
@@ -191,8 +193,9 @@ class _Receive(Request):
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self.transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        while not self._comes_soon(deadline, limit_s):
-            self._look_elsewhere()
+        with self.transport.saying_why():
+            while not self._comes_soon(deadline, limit_s):
+                self._look_elsewhere()
 
     def _comes_soon(self, deadline: float, limit_s: float) -> bool:
         """Waits for this message for a while. Raises CollectiveTimeoutError after ``deadline``."""
@@ -228,7 +231,8 @@ class LocalTransport(Transport):
     def isend(self, flat: torch.Tensor, peer: int, tag: int = 0) -> Request:
         self._check_open()
         if self.hub.missed is not None or peer in self.hub.lost:
-            raise self.peer_lost(self.hub.miss(peer))
+            with self.saying_why():
+                raise self.peer_lost(self.hub.miss(peer))
         mailbox = self.hub.mailboxes[peer]
         with mailbox.changed:
             for receive in mailbox.receives:
@@ -299,10 +303,20 @@ class LocalTransport(Transport):
             look()
 
     def abandon(self) -> None:
-        self.hub.lose(self.rank, "it was interrupted in the middle of a call", self.calls)
+        self.hub.lose(self.rank, _GIVEN_UP, self.calls)
 
-    def who_waits(self) -> AbstractSet[int]:
+    def who_waits(self, *, at_once: bool = False) -> AbstractSet[int]:
         return self._crossings.who_waits(self)
+
+    @contextlib.contextmanager
+    def saying_why(self) -> Iterator[None]:
+        """The span in which this rank hears that another is gone: raises why that has given up a call, if it can."""
+        try:
+            yield
+        except PeerLostError as error:
+            if not wording.is_elsewhere(error) and self.hub.lost[error.rank].reason == _GIVEN_UP:
+                self.look_elsewhere(GIVEN_UP)
+            raise
 
     def check_lost(self, doing: str) -> None:
         if self.hub.lost:

@@ -37,7 +37,7 @@ from ._mixed_arrivals import Announced, Arrivals
 from ._mixed_column import Column
 from ._mixed_reduce import ColumnReduction
 from ._watched import WatchedTransport
-from ._wording import Failure, Remembered, why
+from ._wording import Failure, Remembered, is_elsewhere, why
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request, Transport
 
 if TYPE_CHECKING:
@@ -318,14 +318,15 @@ class MixedTransport(Transport):
         is_of_ranks = isinstance(error, PeerLostError | CollectiveTimeoutError)
         if not is_of_ranks or not isinstance(self.outer, WatchedTransport):
             return error
+        if is_elsewhere(error):  # see _kin.py
+            self.outer.abandon()
+            return error
         watch, (verb, known) = self.outer.watch, why(error)
         if isinstance(error, CollectiveTimeoutError) and known is None:  # this rank's own
             if watch.failure is None:
                 watch.announce("timeout", self.rank, self.calls)
             return error
         failure = watch.search(self.calls)
-        if failure is not None and (failure.kind, failure.rank) == ("interrupted", self.rank):
-            return error  # for which this rank has left: another group is broken, see _kin.py
         if failure is None and known is not None:
             failure = watch.declare(known._replace(call=self.calls))
         return error if failure is None or failure == known else self.outer.failed(doing or verb, failure)

@@ -187,7 +187,7 @@ class ShmTransport(Transport):
         super().leave()
         self._crossings.leave()
 
-    def who_waits(self) -> AbstractSet[int]:
+    def who_waits(self, *, at_once: bool = False) -> AbstractSet[int]:
         return self._crossings.who_waits(self)
 
     def tell_done(self) -> None:

@@ -67,6 +67,7 @@ def go_on_without(group: Any) -> None:
 def leave_them_waiting(rank: int) -> None:
     groups: list[Any] = [pycomm.new_group(range(4)) for _ in range(5)]
     pair: Any = pycomm.new_group([0, 3])
+    pycomm.barrier()  # all have them
     if rank == 3:
         for group in (*groups, pair):
             group.close()
@@ -93,16 +94,16 @@ def test_whoever_waits_is_told_who_has_left(transport: str) -> None:
     run_ranks(4, leave_them_waiting, transport=transport, timeout_s=100.0)
 
 
-WAITS: list[Callable[[Any], object]] = [
+WAITS: list[Callable[[Any], object]] = [  # in a group whose rank 1 does not come
     lambda pair: pycomm.all_reduce(torch.ones(5), group=pair),
     lambda pair: pycomm.all_reduce(torch.ones(50_000), group=pair, algorithm="ring"),
     lambda pair: pycomm.all_reduce(torch.ones(5), group=pair, async_op=True).wait(),
     lambda pair: receive(pair, 1),
-    lambda pair: pycomm.recv(torch.ones(5), group=pair),  # from anybody
-    lambda pair: pycomm.all_gather_object([None, None], "x", group=pair),
+    lambda pair: pycomm.all_gather_object([None] * pair.world_size, "x", group=pair),
     lambda pair: poll(pycomm.irecv(torch.ones(5), group=pair, group_src=1)),
     lambda pair: poll(pycomm.barrier(pair, async_op=True)),
 ]
+WAITS_OF_TWO = [*WAITS, lambda pair: pycomm.recv(torch.ones(5), group=pair)]  # from anybody
 
 
 def poll(work: Any) -> None:
@@ -113,10 +114,11 @@ def poll(work: Any) -> None:
 def wait_for_one_that_goes_on(rank: int) -> None:
     """Rank 3 leaves, of which one hears, and makes a group of those who live; rank 0 waits for it in another group."""
     rounds: list[tuple[int, Callable[[Any], object], Any, Any, Any]] = []
-    for number, wait in enumerate(WAITS):
+    for number, wait in enumerate(WAITS_OF_TWO):
         told = 1 + number % 2  # on the host of rank 0, or on another one
         whole = pycomm.new_group(range(4))
         rounds.append((told, wait, whole, *(pycomm.new_group(pair, group=whole) for pair in ([told, 3], [0, told]))))
+    pycomm.barrier()  # all have them
     if rank == 3:
         for _, _, whole, _, _ in rounds:
             whole.close()
@@ -135,9 +137,35 @@ def test_who_waits_for_one_that_goes_on_is_told_why(transport: str) -> None:
     run_ranks(4, wait_for_one_that_goes_on, transport=transport, timeout_s=100.0)
 
 
+def wait_together_for_one_that_goes_on(rank: int) -> None:
+    """The same with two that wait for it, on its host and another one. One is told first, and gives up their call."""
+    rounds: list[tuple[Callable[[Any], object], Any, Any, Any]] = []
+    for wait in WAITS:
+        whole = pycomm.new_group(range(4))
+        rounds.append((wait, whole, *(pycomm.new_group(part, group=whole) for part in ([1, 3], range(3)))))
+    pycomm.barrier()  # all have them
+    if rank == 3:
+        for _, whole, _, _ in rounds:
+            whole.close()
+    for wait, whole, doomed, three in rounds:
+        if rank == 1:
+            be_told(pycomm.barrier, doomed, of=1, ranks=2)
+        elif rank != 3:
+            be_told(wait, three)  # not of one another
+        if rank != 3:
+            go_on_without(whole)
+    check_sum()
+
+
+@pytest.mark.parametrize("transport", ["local", *EVERYWHERE])
+def test_all_who_wait_for_one_that_goes_on_are_told_why(transport: str) -> None:
+    run_ranks(4, wait_together_for_one_that_goes_on, transport=transport, timeout_s=100.0)
+
+
 def leave_who_makes_a_group(rank: int) -> None:
     """Rank 3 leaves. So does rank 1, once told, as who joins the next generation does; the others go on."""
     whole: Any = pycomm.new_group(range(4))
+    pycomm.barrier()  # all have it
     if rank != 3:
         be_told(pycomm.barrier, whole)
     if rank in (1, 3):
@@ -160,6 +188,7 @@ def test_who_makes_a_group_is_told_of_one_that_has_left_the_old_one(transport: s
 def make_the_second_of_two(rank: int) -> None:
     """Rank 4 leaves. Of those who go on two make a group of all of them, the others first one with one of these."""
     whole: Any = pycomm.new_group(range(5))
+    pycomm.barrier()  # all have it
     if rank == 4:
         whole.close()
         pycomm.recv(torch.ones(1), 0)  # it lives
