@@ -199,6 +199,7 @@ def test_a_wait_goes_on_for_a_message_that_its_peer_took_before_it_left() -> Non
     other.close(1)
     assert mine.explain(0, 1).kind == "closed" and mine.has_taken(taken) and not mine.has_taken(not_taken)
     transport: Any = SimpleNamespace(watch=mine, calls=1, failed=lambda _doing, failure: TransportError(failure.kind))
+    transport._look_why = partial(WatchedTransport._look_why, transport)  # for who gave a call up, which nobody did
     check = partial(WatchedTransport.check, transport, "sending")
     check(taken, lambda: False)
     check(not_taken, lambda: True)
