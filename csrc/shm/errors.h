@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -33,6 +34,7 @@ struct Failed : std::runtime_error {
         kind(kind_), where(std::move(where_)), numbers(std::move(numbers_)), calls(std::move(calls_)) {}
   const char* kind;
   Where where;
+  std::function<void()> why = {};  // for who tells a program of this: throws what made another rank give up the call, if it finds that
   std::vector<std::int64_t> numbers;
   std::vector<std::pair<std::uint64_t, std::uint64_t>> calls;
 

@@ -201,7 +201,6 @@ Group::Entry::Entry(Group& group, const Call& call) : group_(group), step_(call.
   if (step_ == Step::kWhole) group.unclaim();
   if (group.is_closed_) throw Misuse("closed by this rank", group.waiter_->where(verb));
   if (is_child) throw Misuse("forked", group.waiter_->where(verb));
-  group.waiter_->look_why_given_up();
   group.waiter_->throw_if_broken(verb);
 }
 

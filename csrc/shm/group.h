@@ -101,6 +101,9 @@ struct Started {
   std::exception_ptr error;            // what it ended with, if not well
 
   bool has_ended() const { return is_done.load(std::memory_order_acquire); }
+  void throw_if_failed() const {  // once it has ended
+    if (error != nullptr) std::rethrow_exception(error);
+  }
 };
 
 class Group {
@@ -242,7 +245,6 @@ class Group {
   void end_started();      // waits as a call does; its errors are for who asks for it, but for those of a signal handler
   void end_before_another();  // the same, and unclaims if that throws
   void end_by_close();        // takes the claim, and closes; what has not come by then never will
-  void throw_if_failed(const Started& ended) const;
   bool look_at_started();  // ends it if that needs nobody any more; whether it has looked around, as often, and not ended it
   void await_started(Deadline& deadline);
   void take_turn(int turns);  // of waiting for another thread, after so many; without the claim

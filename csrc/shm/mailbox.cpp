@@ -110,7 +110,6 @@ std::unique_lock<std::mutex> Mailbox::enter() {
 }
 
 std::shared_ptr<Message> Mailbox::start(std::shared_ptr<Message> message) {
-  waiter_.look_why_given_up();
   const auto lock = enter();
   store_relaxed(messages_, messages_ + 1);  // where() reads it without the lock
   if (broken_) std::rethrow_exception(broken_);
@@ -147,7 +146,7 @@ bool Mailbox::test(const std::shared_ptr<Message>& message) {
       break_off(std::current_exception());
     }
   }
-  if (message->is_done) throw_if_failed(lock, *message);
+  if (message->is_done) throw_if_failed(*message);
   return message->is_done;
 }
 
@@ -207,13 +206,13 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, std::int64_t timeout
   } catch (const Failed&) {
     leave();
     break_off(std::current_exception());
-  } catch (...) {  // the caller's own (Ctrl-C): the message stays under way, unless it is because a rank has abandoned the group
+  } catch (...) {  // the caller's own (Ctrl-C): the message stays under way, unless this rank has abandoned the group by it
     leave();
     if (const auto error = waiter_.abandoned("send/recv")) break_off(error);
     throw;
   }
   leave();
-  throw_if_failed(lock, *message);
+  throw_if_failed(*message);
 }
 
 void Mailbox::look_on(std::unique_lock<std::mutex>& lock, const Message& message, Deadline& deadline) {
@@ -325,12 +324,8 @@ void Mailbox::fail_all(const std::exception_ptr& error) {
   }
 }
 
-void Mailbox::throw_if_failed(std::unique_lock<std::mutex>& lock, const Message& message) {
-  if (!message.error) return;
-  const std::exception_ptr error = message.error;
-  lock.unlock();
-  waiter_.look_why_given_up();
-  std::rethrow_exception(error);
+void Mailbox::throw_if_failed(const Message& message) {
+  if (message.error) std::rethrow_exception(message.error);
 }
 
 }  // namespace pycomm::shm

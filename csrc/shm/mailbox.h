@@ -157,7 +157,7 @@ class Mailbox {
   void fail_all(const std::exception_ptr& error);
   bool is_anything_new();
   void help();
-  void throw_if_failed(std::unique_lock<std::mutex>& lock, const Message& message);
+  static void throw_if_failed(const Message& message);
   bool has_work() const { return sends_ > 0 || !receives_.empty(); }
 
   struct alignas(kLine) LineCounter {

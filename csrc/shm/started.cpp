@@ -50,12 +50,12 @@ bool Group::test(Started& started) {
     if (peer >= 0) waiter_->look_elsewhere(peer, [&] { return is_in_call(peer); });
   }
   if (!started.has_ended()) return false;
-  throw_if_failed(started);
+  started.throw_if_failed();
   return true;
 }
 
 void Group::wait(Started& started, std::int64_t timeout_ns) {
-  if (started.has_ended()) return throw_if_failed(started);
+  if (started.has_ended()) return started.throw_if_failed();
   const char* const verb = verb_name(started.verb);
   if (is_in_child()) throw Misuse("forked", waiter_->where(verb));
   const Waits waits(waiters_);
@@ -63,18 +63,12 @@ void Group::wait(Started& started, std::int64_t timeout_ns) {
   for (int turns = 1; !claim(); ++turns) {  // another thread waits for it too, or makes a call that comes after it
     take_turn(turns);
     patience.start();
-    if (started.has_ended()) return throw_if_failed(started);
+    if (started.has_ended()) return started.throw_if_failed();
     if (monotonic_ns() >= patience.at_ns) throw Late("late message", waiter_->where(verb), {-1, 0, patience.timeout_ns});
   }
   const Claim claimed{*this};
   if (!started.has_ended()) await_started(timeout_ns > 0 ? patience : started.deadline);
-  throw_if_failed(started);
-}
-
-void Group::throw_if_failed(const Started& ended) const {
-  if (ended.error == nullptr) return;
-  waiter_->look_why_given_up();
-  std::rethrow_exception(ended.error);
+  started.throw_if_failed();
 }
 
 bool Group::drain(std::int64_t timeout_ns) {
@@ -161,7 +155,7 @@ void Group::await_started(Deadline& deadline) {
     throw;
   } catch (const Failed&) {
     if (!has_come()) return finish_started(std::current_exception());  // else somebody died after all that was asked of him
-  } catch (...) {  // the caller's own, which leaves the call under way, unless it is because a rank has abandoned the group
+  } catch (...) {  // the caller's own, which leaves the call under way, unless this rank has abandoned the group by it
     if (const auto error = waiter_->abandoned(verb_name(started_->verb))) finish_started(error);
     throw;
   }

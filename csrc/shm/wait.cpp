@@ -66,7 +66,6 @@ void Waiter::wait_long(const std::uint64_t& word, std::uint64_t target, int peer
       check(peer, deadline, doing, is_ready);
     } catch (...) {
       if (is_ready()) return;  // it died, or the clock ran out, after all that was asked of it
-      look_why_given_up();
       throw;
     }
   }
@@ -148,14 +147,18 @@ void Waiter::throw_if_broken(const char* doing) const {
   switch (found->kind) {
     case FailureKind::kPeerLost: throw PeerLost("lost", where(doing), culprit, pid, found->status);
     case FailureKind::kClosed: throw PeerLost("closed", where(doing), culprit, pid, 0);
-    case FailureKind::kInterrupted: throw PeerLost("interrupted", where(doing), culprit, pid, 0);
+    case FailureKind::kInterrupted: {
+      PeerLost interrupted("interrupted", where(doing), culprit, pid, 0);
+      if (culprit != setup_.rank && look_elsewhere_) interrupted.why = [look = look_elsewhere_] { look(kGivenUp, [] { return false; }); };
+      throw interrupted;
+    }
     default: throw Timeout("timeout", where(doing), {culprit, pid, 0});
   }
 }
 
 std::exception_ptr Waiter::abandoned(const char* doing) const {
   const auto found = failure();
-  if (!found || found->kind != FailureKind::kInterrupted) return nullptr;
+  if (!found || found->kind != FailureKind::kInterrupted || found->culprit != setup_.rank) return nullptr;
   try {
     throw_if_broken(doing);
   } catch (const Failed&) {

@@ -87,8 +87,8 @@ struct Deadline {
   }
 };
 
-// Whom a wait is for, where that is not one rank: whoever sends a message; or nobody, who may never come. kGivenUp: it is in vain, as
-// another rank has given up what it is for. As in pycomm/transport/_kin.py.
+// Whom a wait is for, where that is not one rank: whoever sends a message; or nobody, who may never come. kGivenUp: it is over, as
+// another rank has given up what it was for. As in pycomm/transport/_kin.py.
 enum Whom : int { kWhoever = -1, kNobodyYet = -2, kGivenUp = -4 };
 
 // Looks elsewhere in a long wait for a rank, or for `Whom`; throws if that is in vain and `has_come`, asked last, says no.
@@ -159,7 +159,7 @@ class Waiter {
   void look_around(int peer, const char* doing);
   // What Control::failure says, if it says anything.
   std::optional<Failure> failure() const;
-  // What all fails with that this rank waits for, if a rank has abandoned the group, this one or another; else null.
+  // What all fails with that this rank waits for, if it has abandoned the group itself; else null.
   std::exception_ptr abandoned(const char* doing) const;
   // Throws what it says.
   void throw_if_broken(const char* doing) const;
@@ -180,13 +180,8 @@ class Waiter {
     look_elsewhere(whom, has_come);
   }
   void look_elsewhere(int whom, const std::function<bool()>& has_come) const {
-    if (look_elsewhere_ && is_given_up()) return look_elsewhere_(kGivenUp, has_come);
     const bool may_be_in_vain = load_relaxed(*setup_.gone_on) != 0 && load_acquire(*setup_.failure) == 0;
     if (look_elsewhere_ && (looks_always_ || may_be_in_vain)) look_elsewhere_(whom, has_come);
-  }
-  // Throws why another rank has given up what this one has waited for, or comes to, if that can be found.
-  void look_why_given_up() const {
-    if (look_elsewhere_ && is_given_up()) look_elsewhere_(kGivenUp, [] { return false; });
   }
 
   Where where(const char* doing) const;
@@ -205,10 +200,6 @@ class Waiter {
   static constexpr int kAll = -1;
 
   bool is_gone(int r) const;  // it has closed the group
-  bool is_given_up() const {  // by another rank
-    const auto found = failure();
-    return found && found->kind == FailureKind::kInterrupted && found->culprit != setup_.rank;
-  }
   // The rank that has closed the group so that a wait for `peer` is in vain; -1 if it is not. In a collective, whoever did so before
   // he took part: `peer` may have been told, and not come.
   int whose_leaving_ends(int peer, bool is_users) const;
