@@ -76,12 +76,12 @@ class Kin:
     ) -> None:
         """Looks once in a long wait of ``waiting`` for its rank ``peer``, or for ANYBODY or EVERYBODY, in a collective
         or for ``message``. Raises what has broken another group, if the wait is in vain because of that, and
-        ``has_come``, asked last, says no; if it is GIVEN_UP, whatever makes others wait for this rank elsewhere.
+        ``has_come``, asked last, says no; where it is GIVEN_UP, what has made other ranks wait for this one elsewhere.
         """
-        place, now_s = self._places.get(waiting), time.monotonic()
         if peer == GIVEN_UP:
-            self._look_why(waiting, has_come)
+            self._look_why(waiting)
             return
+        place, now_s = self._places.get(waiting), time.monotonic()
         if place is None or peer == NOBODY or now_s < place.next_s:
             return
         place.next_s = now_s + _LOOK_S
@@ -94,9 +94,9 @@ class Kin:
                 continue
             _raise_loss(waiting, other)
 
-    def _look_why(self, waiting: Transport, has_come: Callable[[], bool] | None) -> None:
+    def _look_why(self, waiting: Transport) -> None:
         for other, _ in self._all():
-            if other is not waiting and other.who_waits(at_once=True) and not (has_come is not None and has_come()):
+            if other is not waiting and other.who_waits(at_once=True):
                 _raise_loss(waiting, other)
 
 

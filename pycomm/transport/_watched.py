@@ -100,6 +100,7 @@ class WatchedTransport(Transport):
         self.watch.start_wait()
         failure = self.watch.look(self.calls)
         if failure is not None:
+            self._look_why(failure)
             raise self.failed("a call", self.watch.declare(failure))
         self.look_elsewhere(NOBODY)
 
