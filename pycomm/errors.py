@@ -49,11 +49,17 @@ class TransportError(PycommError):
 
 
 class PeerLostError(TransportError):
-    """A rank died, or its connection broke. ``rank`` is its rank in the group."""
+    """A rank died, left, or its connection broke.
 
-    def __init__(self, message: str, rank: int = -1) -> None:
+    ``rank`` is its rank in the group that the message names, -1 if nobody knows it; ``global_rank`` is its rank in the
+    job, as in ``Group.ranks``.
+    """
+
+    def __init__(self, message: str, rank: int = -1, global_rank: int | None = None) -> None:
+        """``global_rank`` is by default ``rank``."""
         super().__init__(message)
         self.rank = rank
+        self.global_rank = rank if global_rank is None else global_rank
 
 
 class CollectiveTimeoutError(TransportError):

@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "../shm/board.h"
 #include "../shm/errors.h"
 #include "../shm/group.h"
@@ -64,22 +66,25 @@ shm::Blocks rows_of(const void* first, std::size_t row, const Call& call) {
   return {first, (row > 0 ? row : call.numel) * item_bytes(call.dtype)};
 }
 
+using PartOf = std::tuple<std::vector<int>, int, std::vector<int>>;
+shm::Whole whole_of(PartOf part) { return {std::move(std::get<0>(part)), std::get<1>(part), std::move(std::get<2>(part))}; }
+
 using NoGil = py::call_guard<WithoutGil>;
 
 void bind_group(py::module_& m) {
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "The ranks of one group on this host. Addresses are those of flat CPU buffers.")
       .def(py::init([](int fd, int host_ranks, std::uint64_t area, int rank, std::vector<int> host_rank_of, std::vector<int> pidfds,
                        std::vector<int> pids, std::string name, std::uint64_t members, double timeout_s, int ranks_per_core,
-                       std::shared_ptr<Heaps> heaps, const py::object& look, std::vector<int> maker_ranks, int maker_size) {
+                       std::shared_ptr<Heaps> heaps, const py::object& look, PartOf maker) {
              const int ranks = static_cast<int>(host_rank_of.size());
              return std::make_shared<Group>(Group::Setup{fd, host_ranks, area, rank, ranks, std::move(host_rank_of), std::move(pidfds),
                                                          std::move(pids), std::move(name), members, nanoseconds(timeout_s), ranks_per_core,
                                                          std::move(heaps), LazyGilRelease::about_to_block, check_interrupt, asking(look.ptr()),
-                                                         {std::move(maker_ranks), maker_size}});
+                                                         whole_of(std::move(maker))});
            }),
            py::arg("fd"), py::arg("host_ranks"), py::arg("area"), py::arg("rank"), py::arg("host_rank_of"), py::arg("pidfds"), py::arg("pids"),
            py::arg("name"), py::arg("members"), py::arg("timeout_s"), py::arg("ranks_per_core"), py::arg("heaps"), py::arg("look"),
-           py::arg("maker_ranks"), py::arg("maker_size"), NoGil())
+           py::arg("maker"), NoGil())
       .def("short_cuts", &short_cuts, py::arg("tensor"), py::arg("parameter"))
       .def("all_reduce",
            [](Group& g, std::uintptr_t output, std::uintptr_t input, std::size_t numel, int dtype, int op, double factor, double timeout_s) {
@@ -152,7 +157,7 @@ void bind_group(py::module_& m) {
       .def("tell_making", &Group::tell_making, py::arg("ranks"), py::arg("key"))
       .def("made_by", &Group::made_by, py::arg("rank"))
       .def("ended", &Group::ended)
-      .def("is_part_of", [](Group& g, std::vector<int> ranks, int size) { g.is_part_of({std::move(ranks), size}); }, py::arg("ranks"), py::arg("size"))
+      .def("is_part_of", [](Group& g, PartOf whole) { g.is_part_of(whole_of(std::move(whole))); }, py::arg("whole"))
       .def("look_elsewhere_by", [](Group& g, const py::function& look, bool always) { g.look_elsewhere_by(looking_by(look), always); },
            py::arg("look"), py::arg("always"))
       .def("tell_going_on", &Group::tell_going_on)

@@ -31,7 +31,7 @@ void raise(const shm::Failed& failed) {
     if (failed.why) failed.why();
     const auto& at = failed.where;
     const py::object error = py::module_::import("pycomm.transport._wording")
-                                 .attr("from_native")(failed.kind, py::make_tuple(at.verb, at.seq, at.group, at.rank, at.ranks), failed.numbers, failed.calls, at.ranks_there);
+                                 .attr("from_native")(failed.kind, py::make_tuple(at.verb, at.seq, at.group, at.rank, at.ranks, at.global_ranks), failed.numbers, failed.calls, at.ranks_there);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   } catch (const PythonError&) {  // by `why`, which says more
   } catch (py::error_already_set& error) {

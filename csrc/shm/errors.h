@@ -12,9 +12,11 @@
 namespace pycomm::shm {
 
 // The group that another one is a part of: rank r of the part is its rank `ranks[r]`, of `size`. Without ranks there is none.
+// Its own rank r is the job's `global_ranks[r]`; without them, r.
 struct Whole {
   std::vector<int> ranks = {};
   int size = 0;
+  std::vector<int> global_ranks = {};
 };
 
 // The call that failed: verb, sequence number, group, this rank; by its number there if the group is a part of another one.
@@ -23,7 +25,7 @@ struct Where {
   std::uint64_t seq;
   std::string group;
   int rank, ranks;
-  std::vector<int> ranks_there = {};  // as in Whole; in `numbers` and `calls` below ranks have their own numbers
+  std::vector<int> global_ranks = {}, ranks_there = {};  // as in Whole; in `numbers` and `calls` below ranks have their own numbers
 };
 
 // `kind` and `numbers` are those of from_native() in _wording.py; `calls` has a header's call and numel for each rank.

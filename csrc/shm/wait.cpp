@@ -170,7 +170,7 @@ std::exception_ptr Waiter::abandoned(const char* doing) const {
 Where Waiter::where(const char* doing) const {
   const std::uint64_t seq = seq_ == nullptr ? 0 : load_relaxed(*seq_);
   if (whole_.ranks.empty()) return {doing, seq, group_, setup_.rank, setup_.ranks};
-  return {doing, seq, group_, whole_.ranks[static_cast<std::size_t>(setup_.rank)], whole_.size, whole_.ranks};
+  return {doing, seq, group_, whole_.ranks[static_cast<std::size_t>(setup_.rank)], whole_.size, whole_.global_ranks, whole_.ranks};
 }
 
 void Waiter::wake(int to) {

@@ -88,6 +88,7 @@ class Group(Observed):
         super().__init__()
         self.transport = transport
         transport.group_name = name
+        transport.global_ranks = tuple(ranks or ())
         self._engine = None if selector is None else Engine(transport, selector)
         self.name = name
         self.timeout_s = transport.timeout_s

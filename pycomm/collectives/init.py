@@ -17,7 +17,7 @@ from .. import env, topology
 from ..algorithms.executor import meet
 from ..algorithms.selection import Selector, load_table
 from ..config import LOG_LEVELS, Config, seconds
-from ..errors import ConfigError, NativeUnavailableError
+from ..errors import ConfigError, NativeUnavailableError, PeerLostError
 from ..sizes import whole_number
 from ..topology import LaunchInfo, Topology
 from ..transport import TRANSPORTS, ConnectSpec, Look, Patience, Transport, connect
@@ -319,12 +319,16 @@ def connect_group(
     """
     table = load_table(config.algorithms)
     own, address = (None, None) if monitor_store is None else new_boards(config.monitor)
-    host_ids, addresses = exchange_hosts(
-        store, rank, world_size, config.transport, table, Patience(config.timeout_s), address
-    )
-    if own is not None:
-        own.meet(addresses, host_ids, rank)
-    transport = _connect(store, rank, config, host_ids, name)
+    try:
+        host_ids, addresses = exchange_hosts(
+            store, rank, world_size, config.transport, table, Patience(config.timeout_s), address
+        )
+        if own is not None:
+            own.meet(addresses, host_ids, rank)
+        transport = _connect(store, rank, config, host_ids, name)
+    except PeerLostError as error:  # whose words are those of ranks that join a world
+        error.global_rank = error.rank if ranks is None or error.rank < 0 else ranks[error.rank]
+        raise
     selector = Selector(transport, Topology.of_hosts(host_ids), table)
     group = Group(transport, name, ranks, on_close=leave_boards, selector=selector)
     _set_exit_handlers()

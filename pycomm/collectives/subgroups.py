@@ -60,7 +60,8 @@ class Subgroups:
                 kin.go_on()
             transport = group.transport.split(group_ranks, key, with_all=with_all)
             if transport is not None and group_ranks is not None:
-                transport.join_kin(kin, [group.ranks[rank] for rank in group_ranks])
+                transport.global_ranks = [group.ranks[rank] for rank in group_ranks]
+                transport.join_kin(kin, transport.global_ranks)
                 transport.group_name = name or f"{group.name}.{self._calls}"
             try:
                 if with_all:

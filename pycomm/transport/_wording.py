@@ -20,12 +20,14 @@ __all__ = [
     "Failure",
     "Place",
     "Remembered",
+    "called",
     "describe_call",
     "explainers",
     "failed",
     "fate",
     "forked",
     "from_native",
+    "globally",
     "mismatch",
     "other_thread",
     "splits_differ",
@@ -61,13 +63,16 @@ NO_STATUS = -1  # nobody can say how a process ended
 
 
 class Place(NamedTuple):
-    """Where an error happened: the call ``seq`` of a group, on one of its ranks."""
+    """Where an error happened: the call ``seq`` of a group, on one of its ranks, whose rank r is ``global_ranks[r]`` of
+    the job; none: r.
+    """
 
     verb: str
     seq: int
     group: str
     rank: int
     world_size: int
+    global_ranks: Sequence[int] = ()
 
     def __str__(self) -> str:
         is_message = " " in self.verb  # "receiving 4 bytes from rank 1": its number is that of the collective before it
@@ -97,6 +102,18 @@ explainers: list[Callable[[Place | str, str], str]] = []
 
 def _explained(place: Place | str, kind: str) -> str:
     return "".join(explain(place, kind) for explain in explainers)
+
+
+def globally(place: Place | str, rank: int) -> int:
+    """Returns the rank in the job of ``rank`` there, which is -1 if nobody knows it; without a group it is the same."""
+    return place.global_ranks[rank] if isinstance(place, Place) and place.global_ranks and rank >= 0 else rank
+
+
+def called(place: Place | str, rank: int, *known: str) -> str:
+    """Returns ``rank 1 (pid 42, global rank 3)``, where ``known`` is the pid; the last where it is another number."""
+    if globally(place, rank) != rank:
+        known = *known, f"global rank {globally(place, rank)}"
+    return f"rank {rank} ({', '.join(known)})" if known else f"rank {rank}"
 
 
 def fate(status: int) -> str:
@@ -130,8 +147,7 @@ def describe_call(verb: str, op: int, dtype: int, numel: int, root: int, algorit
 
 def failed(place: Place | str, failure: Failure) -> TransportError:
     """Returns the error of a call on a group that ``failure`` broke."""
-    pid = f"pid {failure.pid}" if failure.pid else "pid unknown"
-    who = f"rank {failure.rank} ({pid})"
+    who = called(place, failure.rank, f"pid {failure.pid}" if failure.pid else "pid unknown")
     if failure.rank < 0:
         text = f"lost a rank on another host (its connection is gone, its pid is unknown); {NEW_GROUP}"
     elif failure.kind == "lost":
@@ -148,7 +164,8 @@ def failed(place: Place | str, failure: Failure) -> TransportError:
         text += _explained(place, failure.kind)
     message = f"{place}: {text}"
     is_late = failure.kind == "timeout"
-    error: TransportError = CollectiveTimeoutError(message) if is_late else PeerLostError(message, failure.rank)
+    lost = failure.rank, globally(place, failure.rank)
+    error: TransportError = CollectiveTimeoutError(message) if is_late else PeerLostError(message, *lost)
     error._failed = (place, failure)  # type: ignore[attr-defined]  # see ``why``
     return _located(error)
 
@@ -172,21 +189,21 @@ def is_elsewhere(error: TransportError) -> bool:
 class Remembered(NamedTuple):
     """What broke a group, in the words of the call that found it; not the error itself, which keeps its frames alive.
 
-    ``lost`` is the rank of a PeerLostError, -1 if nobody knows it, None if it was another error.
+    ``lost`` are the ranks of a PeerLostError, in the group and in the job; None if it was another error.
     """
 
     text: str
-    lost: int | None
+    lost: tuple[int, int] | None
 
     @classmethod
     def of(cls, error: BaseException) -> Remembered:
         """Returns what is to be remembered of ``error``."""
-        return cls(str(error), error.rank if isinstance(error, PeerLostError) else None)
+        return cls(str(error), (error.rank, error.global_rank) if isinstance(error, PeerLostError) else None)
 
     def again(self) -> TransportError:
         """Returns the error of a later call on the group."""
         message = f"an earlier call failed, so the group is broken, make a new one; it said: {self.text}"
-        return TransportError(message) if self.lost is None else PeerLostError(message, self.lost)
+        return TransportError(message) if self.lost is None else PeerLostError(message, *self.lost)
 
 
 def timed_out(place: Place | str, limit_s: float, awaited: str = "", is_broken: bool = True) -> CollectiveTimeoutError:
@@ -266,7 +283,7 @@ def forked(place: Place | str) -> TransportError:
 
 def from_native(
     kind: str,
-    where: tuple[str, int, str, int, int],
+    where: tuple[str, int, str, int, int, Sequence[int]],
     numbers: Sequence[int],
     calls: Sequence[tuple[int, int]],
     ranks: Sequence[int] = (),
@@ -283,7 +300,7 @@ def from_native(
         return failed(place, Failure(kind, named.get(rank, rank), pid, status))
     if kind in ("late", "late message"):
         rank, pid, limit_ns = numbers
-        awaited = f"rank {named.get(rank, rank)} (pid {pid})" if rank >= 0 else ""
+        awaited = called(place, named.get(rank, rank), f"pid {pid}") if rank >= 0 else ""
         return timed_out(place, limit_ns / 1e9, awaited, is_broken=kind == "late")
     if kind == "calls":
         return mismatch(place, [_describe_word(word, numel) for word, numel in calls], ranks)

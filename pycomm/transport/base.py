@@ -137,6 +137,7 @@ class Transport(ABC):
     exchanges_parts: bool = False
     calls: int = 0  # collectives that the ranks have agreed on by ``exchange``
     group_name: str = "?"  # as errors call the group
+    global_ranks: Sequence[int] = ()  # in the job, of the ranks that errors name; none: they are the same
     pid: int  # of the process that is this rank; a forked child is none
     rank: int
     world_size: int
@@ -157,7 +158,7 @@ class Transport(ABC):
 
     def place(self, doing: str) -> Place:
         """Returns where an error of the call under way happens."""
-        return Place(doing, self.calls, self.group_name, self.rank, self.world_size)
+        return Place(doing, self.calls, self.group_name, self.rank, self.world_size, self.global_ranks)
 
     @property
     def is_inherited(self) -> bool:

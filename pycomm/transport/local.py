@@ -341,10 +341,12 @@ class LocalTransport(Transport):
         return self._gone(peer, self.hub.lost[peer])
 
     def _gone(self, peer: int, loss: _Loss) -> PeerLostError:
+        place = self.place("a call")
         return PeerLostError(
-            f"rank {peer} is gone ({loss.reason}) while rank {self.rank} of {self.world_size} needs it; "
-            f"see that rank's own error first, then make a new group of the ranks that are left",
-            rank=peer,
+            f"{wording.called(place, peer)} is gone ({loss.reason}) while rank {self.rank} of {self.world_size} "
+            f"needs it; see that rank's own error first, then make a new group of the ranks that are left",
+            peer,
+            wording.globally(place, peer),
         )
 
     def _check_open(self) -> None:

@@ -105,6 +105,15 @@ class MixedTransport(Transport):
         self.outer.group_name = self.inner.group_name = name
 
     @property
+    def global_ranks(self) -> Sequence[int]:
+        """In the job, of the ranks that errors name; none: they are the same."""
+        return self.outer.global_ranks
+
+    @global_ranks.setter
+    def global_ranks(self, global_ranks: Sequence[int]) -> None:
+        self.outer.global_ranks = self.inner.global_ranks = global_ranks
+
+    @property
     def calls(self) -> int:
         """How many collectives the ranks have agreed on: ``outer`` counts them, and words what goes wrong in one."""
         return self.outer.calls

@@ -38,10 +38,14 @@ _DTYPES = {getattr(torch, name): dtype.code for name in dir(torch) if (dtype := 
 
 
 class _Whole(NamedTuple):
-    """A group as errors call its ranks: rank r of this one, which may be a part of it, is ``ranks[r]`` of ``size``."""
+    """A group as errors call its ranks: rank r of this one, which may be a part of it, is ``ranks[r]`` of ``size``.
 
-    ranks: Sequence[int]
-    size: int
+    Its own rank r is ``global_ranks[r]`` of the job; none: r.
+    """
+
+    ranks: Sequence[int] = ()
+    size: int = 0
+    global_ranks: Sequence[int] = ()
 
 
 class _Host:
@@ -102,7 +106,7 @@ class ShmTransport(Transport):
         area: int,
         timeout_s: float,
         look: Look | None = None,
-        maker: _Whole | None = None,
+        maker: _Whole = _Whole(),
     ) -> None:
         """Meets the other members in ``area``; ``look`` raises what makes it vain to wait for them any longer. Errors
         of this are those of a call of ``maker``.
@@ -128,8 +132,7 @@ class ShmTransport(Transport):
             ranks_per_core=host.ranks_per_core,
             heaps=host.heaps,
             look=look,
-            maker_ranks=[] if maker is None else list(maker.ranks),
-            maker_size=0 if maker is None else maker.size,
+            maker=maker,
         )
         self._whole = _Whole(range(self.world_size), self.world_size)
         self._have_waits_look_elsewhere(always=False)
@@ -157,6 +160,15 @@ class ShmTransport(Transport):
     def group_name(self, name: str) -> None:
         self._group_name = name
         self._group.set_name(name)
+
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        """In the job, of the ranks that errors name; none: they are the same."""
+        return self._whole.global_ranks
+
+    @global_ranks.setter
+    def global_ranks(self, global_ranks: Sequence[int]) -> None:
+        self._be_part_of(self._whole._replace(global_ranks=global_ranks))
 
     @property
     def is_broken(self) -> bool:
@@ -194,8 +206,11 @@ class ShmTransport(Transport):
         self._group.tell_going_on()
 
     def is_part_of(self, ranks: Sequence[int], size: int) -> None:
-        self._whole = _Whole(ranks, size)
-        self._group.is_part_of(list(ranks), size)
+        self._be_part_of(self._whole._replace(ranks=ranks, size=size))
+
+    def _be_part_of(self, whole: _Whole) -> None:
+        self._whole = whole
+        self._group.is_part_of(whole)
 
     def record_on(self, log: Any) -> None:
         self._group.record_on(log)
@@ -327,7 +342,7 @@ class ShmTransport(Transport):
             return None
         look = partial(self._look_at_makers, ranks, with_all, look)
         members, rank = [self._host_ranks[r] for r in ranks], list(ranks).index(self.rank)
-        maker = _Whole([self._whole.ranks[r] for r in ranks], self._whole.size)
+        maker = self._whole._replace(ranks=[self._whole.ranks[r] for r in ranks])
         # A transport that this one is a part of has found the key, and looks for crossings itself.
         is_part = self._larger is not None
         with contextlib.nullcontext(key) if is_part else self._crossings.making(self, ranks, key, look) as key:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pycomm
 from pycomm import env
+from pycomm.ops import native as find_native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +48,27 @@ def test_public_names_are_there_and_documented() -> None:
     for name in pycomm.__all__:
         thing = getattr(pycomm, name)
         assert name in ("__version__", "NON_MEMBER") or thing.__doc__, name
+
+
+def stubs_of(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
+    """The names that a body of stubs has, each with what is inside."""
+    found: dict[str, list[ast.stmt]] = {}
+    for each in body:
+        if isinstance(each, ast.ClassDef | ast.FunctionDef):
+            found[each.name] = each.body
+        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            found[each.target.id] = []
+    return found
+
+
+def test_the_native_module_has_stubs_of_all_its_names() -> None:
+    native = find_native()
+    stubs = stubs_of(ast.parse(Path(pycomm.__file__).with_name("_native.pyi").read_text(encoding="utf-8")).body)
+    missing = [name for name in vars(native) if name[0] != "_" and name not in stubs]
+    for name, kind in vars(native).items():
+        if isinstance(kind, type) and name in stubs:
+            missing += [f"{name}.{each}" for each in vars(kind) if each[0] != "_" and each not in stubs_of(stubs[name])]
+    assert not missing
 
 
 def test_environment_variables_are_frozen_and_explained() -> None:

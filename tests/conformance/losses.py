@@ -31,15 +31,46 @@ def bereaved(rank: int, seed: int, transport: str, how: str, kind: type[Program]
     if rank == victim:
         _lose(program, random.Random(seed), how)
         return []
-    told: list[str] = []
     try:
         program.run(1_000_000)
-    except pycomm.PeerLostError as error:
-        told.append(str(error))
-    except pycomm.CollectiveMismatchError as error:  # by a call that the lost rank had begun and the others come to
+    except (pycomm.PeerLostError, pycomm.CollectiveMismatchError) as error:
+        first: Exception = error
+    told = [str(first)]
+    # Else nobody may wait for this rank in a group without the lost one: who makes a group is looked for there.
+    makes_group_first = seed % 2 == 0
+    if not makes_group_first:
+        told += _end(program)
+        first = _at_the_whole()  # what it was told was of one that has closed its group so, maybe
+    elif isinstance(first, pycomm.CollectiveMismatchError):  # by a call that the lost rank had begun
         assert transport != "shm", "there it is looked for first"
-        told.append(str(error))
-    program.leave()  # so that nobody waits for this rank in a group without the lost one
+        first = _at_the_whole()
+    assert isinstance(first, pycomm.PeerLostError) and first.global_rank == victim, (
+        f"not of {victim}: {first!r}, {told}"
+    )
+    survivors = pycomm.new_group([member for member in range(ranks) if member != first.global_rank])
+    assert isinstance(survivors, pycomm.Group)
+    if makes_group_first:
+        told += _end(program)
+    kind(rank, seed + 1, transport, survivors).run(30)
+    return told
+
+
+def _at_the_whole() -> Exception:
+    """Returns what a call on the group of all ranks is told of the loss."""
+    while True:
+        try:
+            pycomm.barrier()
+        except pycomm.CollectiveMismatchError:  # from others, who have not been told
+            continue
+        except pycomm.TransportError as error:
+            return error
+        raise AssertionError("nobody is lost")
+
+
+def _end(program: Program) -> list[str]:
+    """Closes what the program has made; returns what its calls under way are told, or that they are done."""
+    told = []
+    program.leave()
     for work, check, what in program.under_way:
         try:
             work.wait()
@@ -49,11 +80,8 @@ def bereaved(rank: int, seed: int, transport: str, how: str, kind: type[Program]
             assert not isinstance(error, pycomm.CollectiveTimeoutError), what
             told.append(str(error))
         except Exception as error:
-            error.add_note(f"waiting for {what}, after {told}")
+            error.add_note(f"waiting for {what}")
             raise
-    survivors = pycomm.new_group([member for member in range(ranks) if member != victim])
-    assert isinstance(survivors, pycomm.Group)
-    kind(rank, seed + 1, transport, survivors).run(30)
     return told
 
 

@@ -15,14 +15,19 @@ from pycomm import PeerLostError
 
 # Of rank 3 of 4, over processes and where ranks are threads.
 CLOSED = (
-    r"of {1}: rank {0} \(pid \d+\) has closed the group|rank {0} is gone \(it closed the group\) while rank \d of {1}"
+    r"of {1}: rank {0} \(pid \d+{2}\) has closed the group|"
+    r"rank {0}{3} is gone \(it closed the group\) while rank \d of {1}"
 )
 
 
-def be_told(call: Callable[..., Any], *args: Any, of: int = 3, ranks: int = 4, **kwargs: Any) -> None:
-    with pytest.raises(PeerLostError, match=CLOSED.format(of, ranks)) as caught:
+def be_told(
+    call: Callable[..., Any], *args: Any, of: int = 3, ranks: int = 4, globally: int | None = None, **kwargs: Any
+) -> None:
+    """Calls what is to raise that rank ``of`` of so many has left, which is ``globally`` another one where given."""
+    besides = ("", "") if globally is None else (f", global rank {globally}", rf" \(global rank {globally}\)")
+    with pytest.raises(PeerLostError, match=CLOSED.format(of, ranks, *besides)) as caught:
         call(*args, **kwargs)
-    assert caught.value.rank == of
+    assert (caught.value.rank, caught.value.global_rank) == (of, of if globally is None else globally)
 
 
 def receive(group: Any, source: int) -> None:
@@ -53,7 +58,7 @@ def wait_for_a_collective(rank: int, group: Any) -> None:
 def wait_in_another_group(rank: int, group: Any, pair: Any, source: int | None) -> None:
     """One waits for who leaves in a group of the two, and goes on without it; nobody else ever asked who leaves."""
     if rank == 0:
-        be_told(pycomm.barrier, pair, of=1, ranks=2)
+        be_told(pycomm.barrier, pair, of=1, ranks=2, globally=3)
     else:
         be_told(receive, group, source)
 
@@ -124,7 +129,7 @@ def wait_for_one_that_goes_on(rank: int) -> None:
             whole.close()
     for told, wait, whole, doomed, pair in rounds:
         if rank == told:
-            be_told(pycomm.barrier, doomed, of=1, ranks=2)
+            be_told(pycomm.barrier, doomed, of=1, ranks=2, globally=3)
         elif rank == 0:
             be_told(wait, pair)
         if rank != 3:
@@ -149,7 +154,7 @@ def wait_together_for_one_that_goes_on(rank: int) -> None:
             whole.close()
     for wait, whole, doomed, three in rounds:
         if rank == 1:
-            be_told(pycomm.barrier, doomed, of=1, ranks=2)
+            be_told(pycomm.barrier, doomed, of=1, ranks=2, globally=3)
         elif rank != 3:
             be_told(wait, three)  # not of one another
         if rank != 3:
