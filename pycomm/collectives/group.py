@@ -403,9 +403,8 @@ class Group(Observed):
         transport = self._subgroups.join(self, group_ranks, name, timeout, with_all=with_all)
         if transport is None or group_ranks is None:
             return None
-        ranks = [self._ranks[rank] for rank in group_ranks]
         selector = self.engine.selector.within(transport, group_ranks)
-        child = Group(transport, transport.group_name, ranks, selector=selector)
+        child = Group(transport, transport.group_name, transport.global_ranks, selector=selector)
         self._subgroups.add(child)
         return child
 

@@ -319,12 +319,12 @@ def connect_group(
     """
     table = load_table(config.algorithms)
     own, address = (None, None) if monitor_store is None else new_boards(config.monitor)
+    host_ids, addresses = exchange_hosts(
+        store, rank, world_size, config.transport, table, Patience(config.timeout_s), address
+    )
+    if own is not None:
+        own.meet(addresses, host_ids, rank)
     try:
-        host_ids, addresses = exchange_hosts(
-            store, rank, world_size, config.transport, table, Patience(config.timeout_s), address
-        )
-        if own is not None:
-            own.meet(addresses, host_ids, rank)
         transport = _connect(store, rank, config, host_ids, name)
     except PeerLostError as error:  # whose words are those of ranks that join a world
         error.global_rank = error.rank if ranks is None or error.rank < 0 else ranks[error.rank]

@@ -67,7 +67,8 @@ def test_the_native_module_has_stubs_of_all_its_names() -> None:
     missing = [name for name in vars(native) if name[0] != "_" and name not in stubs]
     for name, kind in vars(native).items():
         if isinstance(kind, type) and name in stubs:
-            missing += [f"{name}.{each}" for each in vars(kind) if each[0] != "_" and each not in stubs_of(stubs[name])]
+            inside = stubs_of(stubs[name])
+            missing += [f"{name}.{each}" for each in vars(kind) if each[0] != "_" and each not in inside]
     assert not missing
 
 

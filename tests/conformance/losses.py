@@ -36,13 +36,13 @@ def bereaved(rank: int, seed: int, transport: str, how: str, kind: type[Program]
     except (pycomm.PeerLostError, pycomm.CollectiveMismatchError) as error:
         first: Exception = error
     told = [str(first)]
+    is_mismatch = isinstance(first, pycomm.CollectiveMismatchError)  # by a call that the lost rank had begun
+    assert not is_mismatch or transport != "shm", "there it is looked for first"
     # Else nobody may wait for this rank in a group without the lost one: who makes a group is looked for there.
     makes_group_first = seed % 2 == 0
     if not makes_group_first:
-        told += _end(program)
-        first = _at_the_whole()  # what it was told was of one that has closed its group so, maybe
-    elif isinstance(first, pycomm.CollectiveMismatchError):  # by a call that the lost rank had begun
-        assert transport != "shm", "there it is looked for first"
+        _end(program, told)
+    if is_mismatch or not makes_group_first:  # what it was told was of one that has closed its group so, maybe
         first = _at_the_whole()
     assert isinstance(first, pycomm.PeerLostError) and first.global_rank == victim, (
         f"not of {victim}: {first!r}, {told}"
@@ -50,7 +50,7 @@ def bereaved(rank: int, seed: int, transport: str, how: str, kind: type[Program]
     survivors = pycomm.new_group([member for member in range(ranks) if member != first.global_rank])
     assert isinstance(survivors, pycomm.Group)
     if makes_group_first:
-        told += _end(program)
+        _end(program, told)
     kind(rank, seed + 1, transport, survivors).run(30)
     return told
 
@@ -67,9 +67,8 @@ def _at_the_whole() -> Exception:
         raise AssertionError("nobody is lost")
 
 
-def _end(program: Program) -> list[str]:
-    """Closes what the program has made; returns what its calls under way are told, or that they are done."""
-    told = []
+def _end(program: Program, told: list[str]) -> None:
+    """Closes what the program has made; adds what its calls under way are told, or that they are done."""
     program.leave()
     for work, check, what in program.under_way:
         try:
@@ -80,9 +79,8 @@ def _end(program: Program) -> list[str]:
             assert not isinstance(error, pycomm.CollectiveTimeoutError), what
             told.append(str(error))
         except Exception as error:
-            error.add_note(f"waiting for {what}")
+            error.add_note(f"waiting for {what}, after {told}")
             raise
-    return told
 
 
 def _lose(program: Program, dice: random.Random, how: str) -> None:

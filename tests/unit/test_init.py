@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 import pycomm
 from harness import run_forked, run_ranks, transport_params
-from pycomm import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, TransportError
+from pycomm import CollectiveMismatchError, CollectiveTimeoutError, Config, ConfigError, PeerLostError, TransportError
 from pycomm.algorithms.selection import load_table
 from pycomm.algorithms.tables import Table
+from pycomm.collectives import init
 from pycomm.collectives.exchange import exchange_hosts
 from pycomm.transport import Patience
 from pycomm.transport.local import LocalWorld
@@ -306,3 +307,16 @@ def test_the_device_of_a_new_group_is_that_of_the_rank(monkeypatch: pytest.Monke
             with pytest.raises(ConfigError, match="none twice"):
                 pycomm.new_group([0, 0], device_id=torch.device(taken))
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("lost", "globally"), [(0, 3), (-1, -1)])
+def test_who_is_lost_while_a_group_of_others_joins_has_its_rank_in_the_job(
+    monkeypatch: pytest.MonkeyPatch, lost: int, globally: int
+) -> None:
+    def lose(*_: object) -> None:
+        raise PeerLostError("lost", lost)
+
+    monkeypatch.setattr(init, "_connect", lose)
+    with pytest.raises(PeerLostError) as caught:
+        init.connect_group(dist.HashStore(), 0, 1, Config(), "pair", [3])
+    assert (caught.value.rank, caught.value.global_rank) == (lost, globally)
