@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from ._patience import Look
     from .base import Transport
 
-__all__ = ["Crossings", "Making", "key_of"]
+__all__ = ["Crossings", "Making", "Seen", "key_of"]
 
 _COUNT_BITS = 31
 _NONE = 1  # no group's key
 _POLL_S = 2e-3
-_ASK_S = 0.1  # between two looks at what groups others make: over gloo each takes trips to a store
+_LOOK_S = 0.1  # between two looks at what groups others make: over gloo each takes trips to a store
 
 
 class Making(NamedTuple):
@@ -53,6 +53,13 @@ class Making(NamedTuple):
 
     members: AbstractSet[int] = frozenset()
     key: int = 0
+
+
+class Seen(NamedTuple):
+    """What keeps the members of a group that this rank makes from coming to it, by what groups they make instead."""
+
+    is_second: bool = False  # another one, which this rank is to make too, goes before it
+    gone: int | None = None  # a rank in the old group that has left that, and comes to none of it
 
 
 def key_of(ranks: Sequence[int], count: int, with_all: bool) -> int:
@@ -83,7 +90,6 @@ class Crossings:
         self._made = _NONE
         self._given_up: set[AbstractSet[int]] = set()
         self._taken: dict[int, int] = {}  # the last key that was the first member's, by its part but for the count
-        self._next_ask_s = 0.0
         self._next_look_s = 0.0
 
     @contextlib.contextmanager
@@ -126,19 +132,25 @@ class Crossings:
             time.sleep(_POLL_S)
         return key
 
-    def is_second(self, old: Transport, ranks: Sequence[int], *, at_once: bool = False) -> bool:
-        """Whether a group that one of ``ranks`` makes, while this rank waits for it, goes before that of ``ranks``.
+    def look(self, old: Transport, ranks: Sequence[int], *, at_once: bool = False) -> Seen:
+        """Looks, while this rank waits for ``ranks`` to make a group of ``old``, what groups those make.
 
-        This and ``who_left`` look now and then, or ``at_once``: a member that gives the group up because of what they
-        find breaks it for the others, who hear of that member first.
+        Now and then, or ``at_once``: a member that gives the group up because of what it sees breaks it for the others,
+        who hear of that member first.
         """
-        failure, now_s = old.failure, time.monotonic()
-        if failure is None or (now_s < self._next_ask_s and not at_once):
+        now_s = time.monotonic()
+        if not old.is_broken or (now_s < self._next_look_s and not at_once):  # in one that is whole, who waits sees it
+            return Seen()
+        self._next_look_s = now_s + _LOOK_S
+        made = {rank: self._words.made_by(rank) for rank in ranks if rank != old.rank}
+        gone = (rank for rank, (members, key) in made.items() if not members and key not in (0, self._key))
+        return Seen(self._is_second(old, set(ranks), [making.members for making in made.values()]), next(gone, None))
+
+    def _is_second(self, old: Transport, mine: AbstractSet[int], others: Sequence[AbstractSet[int]]) -> bool:
+        if old.failure is None:
             return False
-        self._next_ask_s = now_s + _ASK_S
-        lost = -1 if failure.kind == "timeout" else failure.rank
-        mine, ended = set(ranks), self._words.ended()
-        others = [self._words.made_by(rank).members for rank in ranks if rank != old.rank]
+        lost = -1 if old.failure.kind == "timeout" else old.failure.rank
+        ended = self._words.ended()
         return any(
             old.rank in theirs
             and theirs not in self._given_up
@@ -150,18 +162,6 @@ class Crossings:
     def leave(self) -> None:
         """Leaves word that this rank has closed the group, and comes to none that is made of it."""
         self._words.tell_making((), self._made)
-
-    def who_left(self, old: Transport, ranks: Sequence[int], *, at_once: bool = False) -> int | None:
-        """Returns one of ``ranks``, of which this rank makes a group, that has left ``old`` and will not come."""
-        now_s = time.monotonic()
-        if not old.is_broken or (now_s < self._next_look_s and not at_once):  # in one that is whole, who waits sees it
-            return None
-        self._next_look_s = now_s + _ASK_S
-        for rank in ranks:
-            members, key = self._words.made_by(rank)
-            if not members and key not in (0, self._key):
-                return rank
-        return None
 
     def who_waits(self, old: Transport) -> AbstractSet[int]:
         """Returns the ranks that wait for this one in a group that they make of ``old``, which is broken."""

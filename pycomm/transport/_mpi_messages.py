@@ -17,6 +17,7 @@ import torch
 from ..errors import ConfigError, PycommError, TransportError
 from . import _mpi_memory as memory
 from . import _wording as wording
+from ._part import Part
 from ._tally import Message
 from .base import Request
 
@@ -97,21 +98,15 @@ class _Receive(_MpiRequest):
         return self._is_done
 
 
-class MpiMessages:
+class MpiMessages(Part["MpiTransport"]):
     """Sends, and the receives that have not met their message yet, in the order in which they were asked for."""
 
     def __init__(self, transport: MpiTransport) -> None:
-        self._of = weakref.ref(transport)  # which has this object: a closed group's memory goes at once
+        super().__init__(transport)
         self._due: list[_Receive] = []
         self._due_lock = threading.Lock()
         self._own = weakref.ref(self)
         self._top_tag = transport.largest_tag - _TAGS_OF_OUR_OWN
-
-    @property
-    def _transport(self) -> MpiTransport:
-        transport = self._of()
-        assert transport is not None, "who calls comes from there"
-        return transport
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
         """As ``Transport.isend``."""

@@ -14,7 +14,6 @@ wake, some 50 us each. torch gives Python no way to leave such a wait before its
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from ctypes import memmove
 from datetime import timedelta
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._part import Part
 from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, finish_all, gloo_message_of, timeout_of
 from ._torch_waits import wait_for_a_slice
 from ._watched import Lateness
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["PostedExchange"]
 
 
-class PostedExchange:
+class PostedExchange(Part["TorchTransport"]):
     """Swaps frames of up to ``nbytes`` among ``ranks``, each of which makes one alike, and then makes the same calls.
 
     Those that a rank has at once differ in ``kind``. Receives are posted a round ahead if all ranks say so
@@ -45,7 +45,7 @@ class PostedExchange:
     def __init__(
         self, transport: TorchTransport, ranks: Sequence[int], nbytes: int, kind: int = 0, is_ahead: bool = True
     ) -> None:
-        self._of = weakref.ref(transport)  # which has this object, as has who calls it the transport
+        super().__init__(transport)
         self._tag = EXCHANGE_TAG + kind
         self._place = ranks.index(transport.rank)
         self._peers = [(place, rank) for place, rank in enumerate(ranks) if rank != transport.rank]
@@ -59,12 +59,6 @@ class PostedExchange:
         self._receives: list[Any] = []
         if is_ahead:
             self._post_ahead()
-
-    @property
-    def _transport(self) -> TorchTransport:
-        transport = self._of()
-        assert transport is not None, "who calls comes from there"
-        return transport
 
     def __call__(
         self, frame: torch.Tensor, verb: str, timeout_s: float | None, meanwhile: Meanwhile | None = None

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,6 +30,7 @@ import torch
 from ..errors import ConfigError, NativeUnavailableError, PycommError, forget_locals
 from ..ops import native
 from . import _wording as wording
+from ._part import Part
 from ._tally import Message
 from ._torch_waits import LAST_LOOK_S, has_come_after_all, helpers, wait_for_a_slice
 from .base import ANNOUNCEMENT_TAG, FIRST_OWN_TAG, Request
@@ -178,19 +178,13 @@ def _finish_nothing(_: Posted, left_s: float) -> None:
     """What a message does that is complete."""
 
 
-class _Messages:
+class _Messages(Part["TorchTransport"]):
     """What both kinds share: messages of a rank to itself, which no backend of torch carries."""
 
     def __init__(self, transport: TorchTransport) -> None:
-        self._of = weakref.ref(transport)  # which has this object: a closed group's memory and descriptors go at once
+        super().__init__(transport)
         self._to_self: list[tuple[int, torch.Tensor]] = []
         self._self_receives: list[_SelfReceive] = []
-
-    @property
-    def _transport(self) -> TorchTransport:
-        transport = self._of()
-        assert transport is not None, "who calls comes from there, and a message that is posted has it"
-        return transport
 
     def isend(self, flat: torch.Tensor, peer: int, tag: int) -> Request:
         """As ``Transport.isend``."""

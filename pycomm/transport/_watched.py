@@ -173,14 +173,14 @@ class WatchedTransport(Transport):
 
     def check_makers(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
         """Raises if not all of ``ranks``, which make a group, will come to it; ``Crossings`` says when it is looked."""
-        if self.crossings.is_second(self, ranks, at_once=at_once):
+        seen = self.crossings.look(self, ranks, at_once=at_once)
+        if seen.is_second:
             self.check_whole("new_group")
         failure = self.watch.loss_among(ranks) if self.is_broken else None
         if failure is not None:
             raise self.failed("new_group", failure)
-        gone = self.crossings.who_left(self, ranks, at_once=at_once)
-        if gone is not None:
-            raise self.failed("new_group", self.watch.departure_of(gone))
+        if seen.gone is not None:
+            raise self.failed("new_group", self.watch.departure_of(seen.gone))
 
     def look_at_members(
         self, ranks: Sequence[int], theirs: Watch, with_all: bool, look: Look | None

@@ -297,7 +297,7 @@ class LocalTransport(Transport):
         if gone:
             first = self.hub.miss(min(gone))  # which may be none of these
             raise self.peer_lost(first if first in gone else min(gone))
-        if self._crossings.is_second(self, ranks, at_once=at_once):
+        if self._crossings.look(self, ranks, at_once=at_once).is_second:
             self.check_lost("new_group")
         if look is not None:
             look()

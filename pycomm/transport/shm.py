@@ -363,12 +363,12 @@ class ShmTransport(Transport):
             look()
 
     def _check_makers(self, ranks: Sequence[int], *, at_once: bool = False) -> None:
-        if self._crossings.is_second(self, ranks, at_once=at_once):
+        seen = self._crossings.look(self, ranks, at_once=at_once)
+        if seen.is_second:
             self.check_lost("new_group")
-        gone = self._crossings.who_left(self, ranks, at_once=at_once)
-        if gone is not None:
-            pid = self._host.pids[self._host_ranks[gone]]
-            raise failed(self.place("new_group"), Failure("closed", gone, pid))
+        if seen.gone is not None:
+            pid = self._host.pids[self._host_ranks[seen.gone]]
+            raise failed(self.place("new_group"), Failure("closed", seen.gone, pid))
 
     def close(self) -> None:
         self._group.close()

@@ -70,18 +70,18 @@ def ignore() -> None:
 )
 def test_which_group_goes_first(mine: list[int], theirs: set[int], failure: Failure | None, expected: bool) -> None:
     crossings = Crossings(Words(r1=Making(frozenset(theirs), 5)))
-    assert crossings.is_second(old_group(failure), mine) is expected
+    assert crossings.look(old_group(failure), mine).is_second is expected
 
 
 def test_a_group_with_a_dead_member_and_one_that_was_given_up_go_last() -> None:
     words = Words(r1=Making(frozenset({0, 1, 2}), 5))
     words.dead = {2}
-    assert not Crossings(words).is_second(old_group(LOST), [0, 1])
+    assert not Crossings(words).look(old_group(LOST), [0, 1]).is_second
     words.dead = set()
     crossings = Crossings(words)
     with pytest.raises(ValueError, match="x"), crossings.making(old_group(LOST), [0, 1, 2], 7, ignore):
         raise ValueError("x")
-    assert not crossings.is_second(old_group(LOST), [0, 1])
+    assert not crossings.look(old_group(LOST), [0, 1]).is_second
 
 
 def test_the_others_take_the_key_of_the_first() -> None:
@@ -156,16 +156,16 @@ def test_who_has_left_is_not_waited_for_unless_it_has_come_before() -> None:
     words.made[3] = Making(frozenset(), none)
     crossings, old = Crossings(words), old_group(LOST)
     with crossings.making(old, [0, 1, 2], mine, ignore):
-        assert crossings.who_left(old, [0, 1, 2]) is None, "it has made this one"
+        assert crossings.look(old, [0, 1, 2]).gone is None, "it has made this one"
         words.made[1] = Making(frozenset(), key_of([0, 1, 2], 4))
-        assert crossings.who_left(old, [0, 1, 2]) is None, "it asks now and then"
+        assert crossings.look(old, [0, 1, 2]).gone is None, "it asks now and then"
         crossings._next_look_s = 0.0
-        assert crossings.who_left(old_group(None), [0, 1, 2]) is None, "there it is found otherwise"
-        assert crossings.who_left(old, [0, 2]) is None
+        assert crossings.look(old_group(None), [0, 1, 2]).gone is None, "there it is found otherwise"
+        assert crossings.look(old, [0, 2]).gone is None
         crossings._next_look_s = 0.0
-        assert crossings.who_left(old, [0, 1, 2]) == 1
+        assert crossings.look(old, [0, 1, 2]).gone == 1
         crossings._next_look_s = 0.0
-        assert crossings.who_left(old, [0, 2, 3]) == 3
+        assert crossings.look(old, [0, 2, 3]).gone == 3
     crossings.leave()
     assert words.told[-1] == ((), mine)
 
