@@ -18,6 +18,7 @@ from ..algorithms._agreement import count_call
 from ..algorithms.engine import Engine
 from ..algorithms.selection import Choice, Selector
 from ..errors import ConfigError, TransportError
+from ..transport._wording import as_member
 from ..transport.base import Request, Transport
 from ..types import ReduceOp
 from .agreement import agree_on_selector
@@ -160,6 +161,11 @@ class Group(Observed):
         """Returns ``world_size``, as torch's ProcessGroup spells it."""
         return self.transport.world_size
 
+    @property
+    def member(self) -> str:
+        """This rank in words: ``rank 1 of 2 (global rank 3)``."""
+        return as_member(self.rank, self.world_size, self._ranks[self.rank])
+
     def group_rank(self, global_rank: int) -> int:
         """Returns the index in this group of a global rank. Raises ConfigError if it is not a member."""
         try:
@@ -171,7 +177,7 @@ class Group(Observed):
             ) from None
 
     def __repr__(self) -> str:
-        return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, transport {self.transport.name!r})"
+        return f"Group({self.name!r}, {self.member}, transport {self.transport.name!r})"
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -198,7 +204,7 @@ class Group(Observed):
         if not async_op:
             self._perform(call, choices, seq, compressed)
             return None
-        where = f"(call {seq} of group {self.name!r} on rank {self.rank} of {self.world_size})"
+        where = f"(call {seq} of group {self.name!r} on {self.member})"
         work = Work(f"{call.verb} {where}", self.tellers)
 
         def job() -> None:

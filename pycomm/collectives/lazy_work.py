@@ -108,7 +108,7 @@ class StartedWork(ShmHandle, LazyWork):
     @property
     def _description(self) -> str:  # type: ignore[override]
         g = self._group
-        return f"{self._verb} of group {g.name!r} on rank {g.rank} of {g.world_size}"
+        return f"{self._verb} of group {g.name!r} on {g.member}"
 
     @property
     def _ending(self) -> Request:  # type: ignore[override]

@@ -34,7 +34,7 @@ class MessageWork(LazyWork):
         g = self._group
         whom = "any rank" if self._peer is None else f"rank {self._peer}"
         toward = "from" if self._verb == "irecv" else "to"
-        return f"{self._verb} {toward} {whom} of group {g.name!r} on rank {g.rank} of {g.world_size}"
+        return f"{self._verb} {toward} {whom} of group {g.name!r} on {g.member}"
 
     def _have_waited_for(self) -> None:
         threading.Thread(target=wait_and_tell, args=(self,), name="pycomm-message", daemon=True).start()

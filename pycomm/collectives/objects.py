@@ -208,7 +208,7 @@ def _checked_sizes(g: Group, sizes: torch.Tensor) -> list[int]:
     lengths: list[int] = sizes.tolist()
     if any(not 0 <= length <= _MAX_BYTES for length in lengths):
         raise CollectiveMismatchError(
-            f"object verb on group {g.name!r}, rank {g.rank} of {g.world_size}: expected lengths of 0 to "
+            f"object verb on group {g.name!r}, {g.member}: expected lengths of 0 to "
             f"{_MAX_BYTES} bytes, got {lengths}; make all ranks call the same object verb in the same order"
         )
     return lengths

@@ -110,6 +110,6 @@ class Scope(AbstractContextManager[None]):
             return
         group = self._group
         call = "" if self._seq is None else f", call {self._seq}"
-        where = f"[{self._verb}{call}, group {group.name!r}, rank {group.rank} of {group.world_size}]"
+        where = f"[{self._verb}{call}, group {group.name!r}, {group.member}]"
         error.args = (f"{where} {text}", *error.args[1:])
         error._is_located = True  # type: ignore[attr-defined]

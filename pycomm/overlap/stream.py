@@ -289,7 +289,7 @@ class CommStream:
         mine = f"{under.what}{under.terms}".encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
         told = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), "all_gather_single")
         rows = [bytes(each.numpy()).rstrip(b"\0").decode(errors="replace") for each in told]
-        where = f"item {number} of stream {self.name!r}, rank {self.group.rank} of {self.group.world_size}"
+        where = f"item {number} of stream {self.name!r}, {self.group.member}"
         raise wording.mismatch(where, rows)
 
     def _noted(self, number: int) -> _Under:

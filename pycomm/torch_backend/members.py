@@ -97,7 +97,7 @@ class Members(Calls):
                 words = "rank 0 did not come"
         if words:
             raise CollectiveTimeoutError(
-                f"[monitored_barrier, group {group.name!r}, rank {group.rank} of {group.world_size}] {words} within "
+                f"[monitored_barrier, group {group.name!r}, {group.member}] {words} within "
                 f"{limit_s:g} s; see what those ranks do"
             )
 

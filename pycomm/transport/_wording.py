@@ -20,6 +20,7 @@ __all__ = [
     "Failure",
     "Place",
     "Remembered",
+    "as_member",
     "called",
     "describe_call",
     "explainers",
@@ -77,7 +78,7 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         is_message = " " in self.verb  # "receiving 4 bytes from rank 1": its number is that of the collective before it
         call = f"{self.verb}, after #{self.seq}," if is_message else f"{self.verb} #{self.seq}"
-        return f"{call} on group {self.group!r}, rank {self.rank} of {self.world_size}"
+        return f"{call} on group {self.group!r}, {as_member(self.rank, self.world_size, globally(self, self.rank))}"
 
 
 class Failure(NamedTuple):
@@ -107,6 +108,11 @@ def _explained(place: Place | str, kind: str) -> str:
 def globally(place: Place | str, rank: int) -> int:
     """Returns the rank in the job of ``rank`` there, which is -1 if nobody knows it; without a group it is the same."""
     return place.global_ranks[rank] if isinstance(place, Place) and place.global_ranks and rank >= 0 else rank
+
+
+def as_member(rank: int, world_size: int, global_rank: int) -> str:
+    """Returns ``rank 1 of 2 (global rank 3)``, of a group's; without the last where it is the same number."""
+    return f"rank {rank} of {world_size}" + (f" (global rank {global_rank})" if global_rank != rank else "")
 
 
 def called(place: Place | str, rank: int, *known: str) -> str:
@@ -227,7 +233,8 @@ def whom_awaited(error: CollectiveTimeoutError) -> str:
 
 def mismatch(place: Place | str, rows: Sequence[str], ranks: Sequence[int] = ()) -> CollectiveMismatchError:
     """Returns the error of ranks that called different things: ``rows[r]`` is what rank r called, or ``ranks[r]``."""
-    listed = "".join(f"\n  rank {rank}: {row}" for rank, row in zip(ranks or range(len(rows)), rows, strict=True))
+    members = ranks or range(len(rows))
+    listed = "".join(f"\n  {called(place, rank)}: {row}" for rank, row in zip(members, rows, strict=True))
     return _located(
         CollectiveMismatchError(
             f"{place}: the ranks called different collectives:{listed}\nNo buffer was written. Make the ranks call the "
@@ -240,9 +247,9 @@ def splits_differ(place: Place | str, source: int, target: int, sent: int, expec
     """Returns the error of an all-to-all whose splits do not fit together."""
     return _located(
         CollectiveMismatchError(
-            f"{place}: rank {source} sends {sent} elements to rank {target}, and rank {target} expects {expected} "
-            f"from rank {source}\nNo buffer was written. Entry j of rank i's input splits must be entry i of rank j's "
-            f"output splits."
+            f"{place}: {called(place, source)} sends {sent} elements to {called(place, target)}, and rank {target} "
+            f"expects {expected} from rank {source}\nNo buffer was written. Entry j of rank i's input splits must be "
+            f"entry i of rank j's output splits."
         )
     )
 
@@ -251,8 +258,8 @@ def wrong_size(place: Place | str, source: int, tag: int, expected: int, got: in
     """Returns the error of a receive whose message has another byte count."""
     return _located(
         CollectiveMismatchError(
-            f"{place}: the message from rank {source} with tag {tag} has another size: expected {expected} bytes, got "
-            f"{got}; no buffer was written. Make both ranks pass tensors of the same size and dtype."
+            f"{place}: the message from {called(place, source)} with tag {tag} has another size: expected {expected} "
+            f"bytes, got {got}; no buffer was written. Make both ranks pass tensors of the same size and dtype."
         )
     )
 
@@ -313,7 +320,8 @@ def from_native(
     if kind == "no memory":
         source, tag, nbytes = numbers
         text = (
-            f"rank {named.get(source, source)} sends {nbytes % 2**64} bytes (tag {tag}) that nobody here has asked for"
+            f"{called(place, named.get(source, source))} sends {nbytes % 2**64} bytes (tag {tag}) that nobody here has "
+            f"asked for"
         )
         after = "there is no memory to keep them; the group is broken, make a new one"
         return _located(TransportError(f"{place}: {text}, and {after}"))

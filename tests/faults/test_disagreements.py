@@ -154,6 +154,43 @@ def disagree(rank: int) -> None:
         check_sums()  # and the group goes on
 
 
+def disagree_in_a_part(rank: int) -> None:
+    """The numbers are the part's there, and the job's beside them."""
+    part = pycomm.new_group([1, 2])
+    if rank > 0:
+        place = f"rank {rank - 1} of 2 (global rank {rank})"
+        ones = torch.ones(4)
+        splits = [1, 3] if rank == 1 else [2, 2]
+        received = torch.full((2 + rank,), 7.0)
+
+        def swap_messages() -> None:
+            works = [pycomm.irecv(received, 3 - rank, group=part), pycomm.isend(ones, 3 - rank, group=part)]
+            for work in works:
+                work.wait()
+
+        for call, expected in (
+            (lambda: pycomm.all_reduce(ones[: 1 + rank], group=part), ["rank 1 (global rank 2): all_reduce(SUM, flo"]),
+            (
+                lambda: pycomm.all_to_all_single(torch.empty(4), ones, splits, splits, group=part),
+                ["rank 0 (global rank 1) sends 3 elements to rank 1 (global rank 2), and rank 1 expects 2 from rank 0"],
+            ),
+            *([(swap_messages, ["message from rank 1 (global rank 2) with tag 0"])] if rank == 1 else ()),
+        ):
+            with pytest.raises(CollectiveMismatchError) as caught:
+                call()
+            for part_of_text in (place, *expected):
+                assert part_of_text in str(caught.value)
+        if rank == 2:
+            swap_messages()
+        assert repr(part) == f"Group({part.name!r}, {place}, transport {part.transport.name!r})"
+        check_sums(part)
+
+
+@everywhere
+def test_errors_in_a_part_of_the_ranks_name_those_by_their_numbers_in_the_job_too(transport: str) -> None:
+    run_ranks(3, disagree_in_a_part, transport=transport)
+
+
 def check_sums(group: Any = None) -> None:
     for numel in (5, LARGE):
         check_sum(group, numel)

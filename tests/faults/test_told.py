@@ -15,7 +15,7 @@ from pycomm import PeerLostError
 
 # Of rank 3 of 4, over processes and where ranks are threads.
 CLOSED = (
-    r"of {1}: rank {0} \(pid \d+{2}\) has closed the group|"
+    r"of {1}(?: \(global rank \d\))?: rank {0} \(pid \d+{2}\) has closed the group|"
     r"rank {0}{3} is gone \(it closed the group\) while rank \d of {1}"
 )
 
