@@ -118,6 +118,7 @@ class Group {
     Chosen<Stores> one_way_by;          // and how those do that only fill: of a message from one root, or to it
     Chosen<bool> goes_back;             // where such messages go by turns there and back; [Note: the common ring]
     Chosen<bool> delivers_directly;     // what one rank sends to the others, or through shared memory; [Note: direct reads]
+    Chosen<bool> gathers_directly, scatters_directly;  // a block of each rank, to the root or from it
     Chosen<bool> exchanges_directly;    // what each sends to each
     Way offers_messages;                // that are exchanged; [Note: trials of exchanges]
   };
@@ -365,16 +366,24 @@ class Group {
   bool move_by_all(const char* verb, std::size_t bytes, Move move);
   // What one rank sends to all others, from its `data` to theirs.
   bool may_deliver(std::size_t bytes);
-  template <class Own, class Stage>
-  void deliver(const Call& call, int sender, void* data, std::size_t bytes, std::size_t share, Own copy_own, Stage stage);
-  bool write_memory(int rank, const Source& target, const void* from, std::size_t bytes, const char* verb);
+  template <class Stage>
+  void deliver(const Call& call, void* data, std::size_t bytes, std::size_t share, Stage stage);
+  // A block of each rank, between the root's memory and theirs.
+  bool may_move_blocks(Way way, std::size_t bytes) const;
+  void tell_blocks(const Call& call, const void* const* blocks);  // the root's, where each lies; then the ranks have met
+  Source block_of(int root) const;                                // of those, this rank's
+  std::uint64_t* block_addresses(int root) const {  // behind its header
+    static_assert(kMaxRanks * sizeof(std::uint64_t) <= 2048);  // the shortest slot
+    return reinterpret_cast<std::uint64_t*>(line(root) + sizeof(Header));
+  }
   // [Note: direct writes]
-  void open_gate();
-  void close_gate(int writer);
+  bool write_memory(int gate, int rank, const Source& target, const void* from, std::size_t bytes, const char* verb);
+  void open_gate(int gate);
+  void close_gate(int gate, int writer);
   struct Gate {
-    ~Gate() { group.close_gate(writer); }
+    ~Gate() { group.close_gate(gate, writer); }
     Group& group;
-    int writer;
+    int gate, writer;
   };
   void all_reduce_in_slots(void* output, const Call& call);
   void all_reduce_in_one_shot(unsigned char* output, const unsigned char* input, const Call& call, const Places& mine);

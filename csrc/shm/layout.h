@@ -61,7 +61,7 @@ struct alignas(2 * kLine) Ping {
   std::uint32_t line_ns;   // what this rank measured; 0 if it did not
   std::uint32_t exchange_ns[2];  // the same, by plain and by non-temporal stores; or of messages by two ways, see direct.h
   std::uint64_t refused;   // the last collective in which it could not reach another's memory
-  std::uint64_t gate;      // who may write into this rank's memory; [Note: direct writes]
+  std::uint64_t gate;      // between this rank and the root of the call; [Note: direct writes]
 };
 
 // What the first member of a new group leaves for the others in the area of the old one.

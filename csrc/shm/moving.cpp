@@ -59,7 +59,7 @@ void Group::broadcast(void* data, const Call& call) {
   if (!may_deliver(bytes)) return stage(false);
   if (call.step == Step::kStart) return;
   const std::size_t share = bytes < kWriteFrom ? 0 : bytes / static_cast<std::size_t>(ranks_) / kLine * kLine;
-  deliver(call, call.root, data, bytes, share, [] {}, [&] { stage(true); });
+  deliver(call, data, bytes, share, [&] { stage(true); });
 }
 
 void Group::all_gather(const Blocks& output, const void* input, const Call& call) {
@@ -126,10 +126,27 @@ void Group::gather(void* const* outputs, const void* input, const Call& call) {
             if (r != rank_) keep(bytes_of(outputs[r]) + offset, part(r, 0), length, result.is_streamed());
         });
   };
-  if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
-  const int other = 1 - call.root;
-  const auto copy_own = [&] { result.begin(); if (is_root) copy(outputs[rank_], input, bytes, result.is_streamed()); };  // meanwhile the other writes all of its own
-  deliver(call, other, is_root ? outputs[other] : const_cast<void*>(input), bytes, bytes, copy_own, [&] { stage(true); });
+  Way& way = chosen_.gathers_directly.of(bytes);
+  if (!may_move_blocks(way, bytes)) return stage(false);
+  tell_blocks(call, outputs);
+  const struct Gates {
+    ~Gates() {
+      for (int r = 0; group.rank_ == root && r < group.ranks_; ++r)
+        if (r != root) group.close_gate(r, r);
+    }
+    Group& group;
+    int root;
+  } gates{*this, call.root};
+  const auto write_own = [&] {
+    ++writes_;
+    if (!is_root) return write_memory(/*gate=*/rank_, call.root, block_of(call.root), input, bytes, verb_name(call.verb));
+    for (int r = 0; r < ranks_; ++r)
+      if (r != rank_) open_gate(r);
+    result.begin();
+    if (outputs[rank_] != input) copy(outputs[rank_], input, bytes, result.is_streamed());
+    return true;
+  };
+  move_directly(call, way, bytes, write_own, [&] { stage(true); });
 }
 
 void Group::scatter(void* output, const void* const* inputs, const Call& call) {
@@ -157,9 +174,16 @@ void Group::scatter(void* output, const void* const* inputs, const Call& call) {
           keep(bytes_of(output) + offset, from, length, result.is_streamed());
         });
   };
-  if (ranks_ != 2 || !may_deliver(bytes)) return stage(false);
-  const auto copy_own = [&] { result.begin(); if (is_root) copy(output, inputs[mine], bytes, result.is_streamed()); };  // meanwhile the other reads all that it gets
-  deliver(call, call.root, is_root ? const_cast<void*>(inputs[1 - mine]) : output, bytes, 0, copy_own, [&] { stage(true); });
+  Way& way = chosen_.scatters_directly.of(bytes);
+  if (!may_move_blocks(way, bytes)) return stage(false);
+  tell_blocks(call, inputs);
+  const auto read_own = [&] {
+    result.begin();
+    if (!is_root) return read_memory(setup_.pids[call.root], block_of(call.root), 0, output, bytes);
+    if (output != inputs[mine]) copy(output, inputs[mine], bytes, result.is_streamed());
+    return true;
+  };
+  move_directly(call, way, bytes, read_own, [&] { stage(true); });
 }
 
 Group::Lengths Group::compare_splits(const Call& call) {

@@ -113,20 +113,20 @@ void read_directly() {
   run("direct", host, [](int rank, Group& world) {
     for (int i = 0; i < 3; ++i) move_all(rank, world, "read directly, and in trials by both ways");
   });
-  const int a_broadcast = 2, a_gathering = 3 * 2, trials = 1 + kTrials * kRepeats;
-  expect(reads >= trials * (a_broadcast + a_gathering), "every rank has read every other one");
-  expect(writes >= trials * a_broadcast, "the root has written to every other rank");
+  const int of_one_root = 2, of_all = 3 * 2, trials = 1 + kTrials * kRepeats;
+  expect(reads >= trials * (2 * of_one_root + of_all), "every rank has read every other one, or the root");
+  expect(writes >= trials * 2 * of_one_root, "the root has written to every other rank, and they to it");
 }
 
-// Where nothing need be tried, each message goes once, and directly.
-void move_at_once(int ranks) {
-  Host host(ranks);
-  host.choices.delivers_directly = host.choices.exchanges_directly = true;
+// Where nothing need be tried, each message goes once, and directly; where ranks share cores, only what one root sends or receives as blocks.
+void move_at_once(int ranks, int ranks_per_core) {
+  Host host(ranks, ranks_per_core);
+  host.choices.delivers_directly = host.choices.exchanges_directly = host.choices.gathers_directly = host.choices.scatters_directly = true;
   reads = writes = 0;
   run("at once", host, [](int rank, Group& world) { move_all(rank, world, "directly"); });
-  const int others = ranks - 1, a_gather = ranks == 2 ? 1 : 0, a_scatter = a_gather;  // of more ranks, in windows
-  expect(reads == others + 2 * ranks * others + a_scatter, "each rank reads what it lacks");
-  expect(writes == others + a_gather, "who is read writes its share");
+  const int others = ranks - 1, broadcasts = ranks_per_core == 1 ? others : 0, exchanges = ranks_per_core == 1 ? 2 * ranks * others : 0;
+  expect(reads == broadcasts + exchanges + others, "each rank reads what it lacks");
+  expect(writes == broadcasts + others, "who is read writes its share, and what a root gathers all of its own");
 }
 
 // One rank may not read, or reads a later process of that pid: all take the other way, in this call and from then on.
@@ -139,6 +139,26 @@ void be_refused(bool& refusal_of_this_thread(), const std::string& what) {
     refusal_of_this_thread() = false;
   });
   expect(reads == 2, what + ": only the first broadcast was tried");
+}
+
+// The same of a gather: who may not write says so, and nothing goes directly any more.
+void be_refused_by_the_root() {
+  Host host(3);
+  reads = writes = 0;
+  run("writing forbidden", host, [&](int rank, Group& world) {
+    is_forbidden = rank == 2;
+    std::vector<float> blocks(3 * kNumel), all;
+    std::vector<void*> outputs;
+    for (int r = 0; r < 3; ++r) outputs.push_back(blocks.data() + r * kNumel), all.insert(all.end(), values_of(r), values_of(r) + kNumel);
+    for (int i = 0; i < 2; ++i) {
+      world.gather(outputs.data(), input_of(rank, kNumel).data(), call_of(Verb::kGather, kNumel, 1));
+      expect(rank != 1 || same(blocks, all), "a gather by the other way");
+      std::fill(blocks.begin(), blocks.end(), -1.0f);
+    }
+    move_all(rank, world, "after a refusal");
+    is_forbidden = false;
+  });
+  expect(writes == 2 && reads == 0, "only the first gather was tried");
 }
 
 // Rank 1 gives the call up before rank 0 reads: by then its buffer may hold anything, and rank 0 may not take it for the message.
@@ -176,6 +196,27 @@ void write_too_late() {
     on_write = nullptr;
   });
   expect(kept[0] == -1.0f, "nothing is written into the memory of who has left");
+}
+
+// While rank 2 writes into the memory of root 1, the root's time is up: then rank 2 must be out of there before the root leaves the call.
+void write_blocks_too_late() {
+  Host host(3);
+  host.choices.gathers_directly = true;
+  std::atomic<bool> is_inside{false}, has_written{false};
+  std::vector<float> blocks(3 * kNumel, -1.0f);
+  run("late writers of blocks", host, [&](int rank, Group& world) {
+    std::vector<float> own = input_of(rank, kNumel);
+    std::vector<void*> outputs;
+    for (std::size_t r = 0; r < 3; ++r) outputs.push_back(blocks.data() + r * kNumel);
+    if (rank == 2) on_write = [&] {
+      is_inside = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(600));
+      has_written = true;
+    };
+    expect_throw<Timeout>("a call that was given up", [&] { world.gather(outputs.data(), own.data(), call_of(Verb::kGather, kNumel, 1, rank == 1 ? 0.3 : 0)); });
+    if (rank == 1) expect(!is_inside || has_written, "a root waits for the writer that is inside its memory");
+    on_write = nullptr;
+  });
 }
 
 // -- offers of messages -------------------------------------------------------------------------------------------------------
@@ -373,9 +414,12 @@ void test_direct() {
   withdraw_offers();
   give_up_an_offer(false);
   give_up_an_offer(true);
-  move_at_once(2);
-  move_at_once(3);
+  move_at_once(2, 1);
+  move_at_once(3, 1);
+  move_at_once(4, 2);
   write_too_late();
+  write_blocks_too_late();
+  be_refused_by_the_root();
   read_directly();
   be_refused([]() -> bool& { return is_forbidden; }, "reading forbidden");
   be_refused([]() -> bool& { return finds_another; }, "another process");
