@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--max-bytes", default="64MiB", type=parse_bytes, help="largest buffer, such as 64MiB")
     largest = parser.parse_args().max_bytes
     torch.set_num_threads(1)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 230)
     with pycomm.init():
         bare = BareExchange() if pycomm.world_size() == 2 else None
         if bare is not None:

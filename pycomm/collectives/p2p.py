@@ -30,7 +30,10 @@ _MAX_TAG = FIRST_OWN_TAG - 1
 
 @with_short_cut("fast_isend", rank="dst", handle=NativeWork)
 def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Work:
-    """Starts sending ``tensor``; it must not be changed until the returned Work is complete."""
+    """Starts sending ``tensor``; it must not be changed until the returned Work is complete.
+
+    To global rank ``dst`` or rank ``group_dst`` of the group, one of which has to be given. ``tag`` is 0 to 32758.
+    """
     g, peer = _whom(group, dst, group_dst)
     if work := g.fast_isend(tensor, peer, None, tag, NativeWork, g):
         return cast(Work, work)
@@ -41,7 +44,7 @@ def isend(tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, 
 def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> Work:
     """Starts receiving into ``tensor``, from any rank if no source is given.
 
-    The data is there once the Work was waited on.
+    The data is there once the Work was waited on. ``tag`` is 0 to 32758, and that of the message.
     """
     g, peer = _whom(group, src, group_src)
     if work := g.fast_irecv(tensor, peer, None, tag, NativeWork, g):

@@ -125,7 +125,9 @@ def broadcast(
     group_src: int | None = None,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """Copies ``tensor`` of the root, global rank ``src`` or rank ``group_src`` of the group, to every rank."""
+    """Copies ``tensor`` of the root to every rank: of global rank ``src`` or rank ``group_src`` of the group, one of
+    which has to be given.
+    """
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("broadcast"):
         root = root_rank(g, src, group_src, "src")
@@ -152,7 +154,7 @@ def reduce(
 ) -> Work | None:
     """Reduces ``tensor`` over all ranks, in place on the root, global rank ``dst`` or rank ``group_dst`` of the group.
 
-    Elsewhere it is not written. ``op`` as for all_reduce.
+    One of them has to be given. Elsewhere ``tensor`` is not written. ``op`` as for all_reduce.
     """
     g, parsed = resolve(group), parse_options(**options)
     with g.scope("reduce"):

@@ -12,7 +12,9 @@ __all__ = ["OverlapReport", "Stopwatch"]
 
 
 class OverlapReport(NamedTuple):
-    """One step of a stream, in seconds: ``comm_s`` it was moving data, ``exposed_s`` somebody waited for it."""
+    """One step of a stream, in seconds: ``comm_s`` it was moving data, ``exposed_s`` somebody waited for it, which also
+    takes in the wait for ranks that come later, and may be longer.
+    """
 
     wall_s: float
     comm_s: float
@@ -31,8 +33,8 @@ class OverlapReport(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"step {self.wall_s * 1e3:.1f} ms, communication {self.comm_s * 1e3:.1f} ms, of which exposed "
-            f"{self.exposed_s * 1e3:.1f} ms and hidden {self.hidden_s * 1e3:.1f} ms ({self.hidden_share:.0%})"
+            f"step {self.wall_s * 1e3:.1f} ms, communication {self.comm_s * 1e3:.1f} ms, of which hidden "
+            f"{self.hidden_s * 1e3:.1f} ms ({self.hidden_share:.0%}), waited for {self.exposed_s * 1e3:.1f} ms"
         )
 
 

@@ -68,7 +68,8 @@ class StreamWork(Work):
 
 
 class CommStream:
-    """One named stream of collectives, for one purpose ("gradients", "parameters"). Also a context manager.
+    """One named stream of all_reduces and functions of your own, for one purpose ("gradients", "parameters"). Also a
+    context manager.
 
     Made by every rank of ``group``, in the same order as other streams and groups; every rank submits the same items in
     the same order; one that differs raises CollectiveMismatchError on all of them, and nothing of it moves. A tensor

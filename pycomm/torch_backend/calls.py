@@ -62,17 +62,24 @@ class Calls:
         self._coalesced: list[CallWork] | None = None  # the calls since _start_coalescing
 
     def _issue(
-        self, verb: str, tensors: _Tensors, is_async: bool, call: Callable[[bool], Work | list[Work] | None]
+        self,
+        verb: str,
+        written: _Tensors,
+        is_async: bool,
+        call: Callable[[bool], Work | list[Work] | None],
+        read: _Tensors = (),
     ) -> CallWork:
-        """Numbers a call and makes it: ``call(async_op)`` is a verb of pycomm. Returns its handle."""
-        with range_of_call(verb, tensors):
+        """Numbers a call and makes it: ``call(async_op)`` is a verb of pycomm. Returns its handle, whose result are the
+        tensors that are ``written``; others are only ``read``.
+        """
+        with range_of_call(verb, [*written, *read]):
             with self._lock:
                 self._sequence_number += 1
                 is_here = not is_async and self._coalesced is None and self.group.is_idle
                 made = call(not is_here)
                 if made is None:
-                    return CallWork(verb, (), tensors)
-                work = CallWork(verb, made if isinstance(made, list) else [made], tensors)
+                    return CallWork(verb, (), written)
+                work = CallWork(verb, made if isinstance(made, list) else [made], written)
                 if self._coalesced is not None:
                     self._coalesced.append(work)
                     return work
@@ -144,9 +151,10 @@ class Calls:
         op, extra = _reduction(opts if op is None else op, timeout)
         return self._issue(
             "reduce_scatter",
-            [output, *parts],
+            [output],
             _is_async(opts),
             lambda async_op: lists.reduce_scatter(output, parts, op, self.group, async_op, **extra),
+            parts,
         )
 
     def reduce_scatter_single(
@@ -171,7 +179,7 @@ class Calls:
             ]
             return _made(works)
 
-        return self._issue("reduce_scatter_single", [*outputs, *inputs], _is_async(opts), call)
+        return self._issue("reduce_scatter_single", outputs, _is_async(opts), call, inputs)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -195,9 +203,10 @@ class Calls:
         extra = _timeout(opts, timeout)
         return self._issue(
             "all_gather",
-            [*parts, tensor],
+            parts,
             _is_async(opts),
             lambda async_op: lists.all_gather(parts, tensor, self.group, async_op, **extra),
+            [tensor],
         )
 
     def allgather_coalesced(
@@ -213,7 +222,7 @@ class Calls:
             ]
             return _made(works)
 
-        return self._issue("all_gather", [t for each in outputs for t in each], _is_async(opts), call)
+        return self._issue("all_gather", [t for each in outputs for t in each], _is_async(opts), call, inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: Any = None
@@ -234,7 +243,7 @@ class Calls:
             ]
             return _made(works)
 
-        return self._issue("all_gather_single", [*outputs, *inputs], _is_async(opts), call)
+        return self._issue("all_gather_single", outputs, _is_async(opts), call, inputs)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -246,9 +255,10 @@ class Calls:
         root, extra = _root(opts, timeout)
         return self._issue(
             "gather",
-            [tensor],
+            parts or (),
             _is_async(opts),
             lambda async_op: lists.gather(tensor, parts, None, self.group, async_op, root, **extra),
+            [tensor],
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> CallWork:
@@ -261,6 +271,7 @@ class Calls:
             [tensor],
             _is_async(opts),
             lambda async_op: lists.scatter(tensor, parts, None, self.group, async_op, root, **extra),
+            parts or (),
         )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> CallWork:
@@ -268,9 +279,10 @@ class Calls:
         extra = _timeout(opts, timeout)
         return self._issue(
             "all_to_all",
-            [*outputs, *inputs],
+            outputs,
             _is_async(opts),
             lambda async_op: lists.all_to_all(outputs, inputs, self.group, async_op, **extra),
+            inputs,
         )
 
     def all_to_all_single(
@@ -287,9 +299,10 @@ class Calls:
         splits = list(output_split_sizes), list(input_split_sizes)
         return self._issue(
             "all_to_all_single",
-            [output, input],
+            [output],
             _is_async(opts),
             lambda async_op: verbs.all_to_all_single(output, input, *splits, self.group, async_op, **extra),
+            [input],
         )
 
     alltoall_base = all_to_all_single

@@ -101,9 +101,10 @@ class _ReduceScatter(_Comm):
         return _issue(
             group,
             "reduce_scatter_single",
-            [output_tensor, input_tensor],
+            [output_tensor],
             async_op,
             lambda asynchronous: reduce_scatter_single(output_tensor, input_tensor, op, own, asynchronous, **options),
+            [input_tensor],
         )
 
 
@@ -121,9 +122,10 @@ class _AllGather(_Comm):
         return _issue(
             group,
             "all_gather_single",
-            [output_tensor, input_tensor],
+            [output_tensor],
             async_op,
             lambda asynchronous: all_gather_single(output_tensor, input_tensor, own, asynchronous, **options),
+            [input_tensor],
         )
 
 
@@ -155,16 +157,17 @@ def compress_fsdp(model: nn.Module, compression: Any, all_gather: Any = None) ->
 def _issue(
     group: dist.ProcessGroup,
     verb: str,
-    tensors: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
     is_async: bool,
     call: Callable[[bool], Any],
+    read: Sequence[torch.Tensor] = (),
 ) -> CallWork:
     """Makes a call of pycomm's in order with what torch itself calls on a group of ours."""
     try:
-        backend: Any = group._get_backend(tensors[0].device)
+        backend: Any = group._get_backend(written[0].device)
     except RuntimeError:
         backend = None
     if isinstance(backend, Members):
-        return backend._issue(verb, tensors, is_async, call)
+        return backend._issue(verb, written, is_async, call, read)
     made = call(is_async)
-    return CallWork(verb, [] if made is None else [made], tensors)
+    return CallWork(verb, [] if made is None else [made], written)

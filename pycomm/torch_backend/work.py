@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import Work as TorchWork
 
 from ..collectives.futures import future_of
 from ..collectives.message_work import MessageWork
+from ..errors import ConfigError
 from .ranges import range_of_wait
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ class CallWork(TorchWork):
 
     def source_rank(self) -> int:
         """Returns the rank of the group that a received message came from."""
-        (work,) = self._works
-        assert isinstance(work, MessageWork)
+        work = self._works[0] if len(self._works) == 1 else None
+        if not isinstance(work, MessageWork):
+            raise ConfigError(f"source_rank: expected the handle of a receive, got that of {self._verb}")
         return work.source_rank()
 
     _source_rank = source_rank

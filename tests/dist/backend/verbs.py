@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+import pycomm
+
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -238,6 +240,34 @@ def case_asynchronous_calls_and_futures() -> None:
     dist.all_reduce(sync)  # after the one under way
     work.wait()
     assert torch.equal(gathered[-1], data(world() - 1)) and sync.tolist() == [world()] * 2
+
+
+def case_results_are_the_tensors_that_were_written() -> None:
+    n = world()
+    row, rows, parts = torch.empty(6), torch.empty(6 * n), [torch.empty(6) for _ in range(n)]
+    mine, all_of_mine = data(rank()), [data(rank()) for _ in range(n)]
+    at_root = rank() == 0
+    calls = [
+        (lambda: dist.all_reduce(row, async_op=True), [row]),
+        (lambda: dist.broadcast(row, 0, async_op=True), [row]),
+        (lambda: dist.all_gather(parts, mine, async_op=True), parts),
+        (lambda: dist.all_gather_into_tensor(rows, mine, async_op=True), [rows]),
+        (lambda: dist.reduce_scatter(row, all_of_mine, async_op=True), [row]),
+        (lambda: dist.reduce_scatter_tensor(row, torch.cat(all_of_mine), async_op=True), [row]),
+        (lambda: dist.gather(mine, parts if at_root else None, async_op=True), parts if at_root else []),
+        (lambda: dist.scatter(row, all_of_mine if at_root else None, async_op=True), [row]),
+        (lambda: dist.all_to_all(parts, all_of_mine, async_op=True), parts),
+        (lambda: dist.all_to_all_single(rows, torch.cat(all_of_mine), async_op=True), [rows]),
+    ]
+    for call, written in calls:
+        for ask in (lambda work: work.get_future().wait(), lambda work: work.result()):
+            result = ask(call())
+            assert [each.data_ptr() for each in result] == [each.data_ptr() for each in written]
+    if FORWARDS_SOURCES:
+        work = dist.all_reduce(row, async_op=True)
+        with pytest.raises(pycomm.ConfigError, match="expected the handle of a receive, got that of all_reduce"):
+            work._source_rank()
+        work.wait()
 
 
 def case_a_callback_may_call_collectives() -> None:
