@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -182,9 +183,13 @@ class _Message:
     """A message that has been checked, and not started; ``peer`` is a rank of the group, or None for any."""
 
     def __init__(self, g: Group, verb: str, tensor: Any, peer: int | None, tag: int) -> None:
-        if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+        try:
+            number = index(tag)  # NumPy's integers too
+        except TypeError:
+            number = -1
+        if not 0 <= number <= _MAX_TAG:
             raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises few more), got {tag!r}")
-        self.group, self.verb, self.tensor, self.peer, self.tag = g, verb, tensor, peer, tag
+        self.group, self.verb, self.tensor, self.peer, self.tag = g, verb, tensor, peer, number
         receives = verb == "irecv"
         t = as_tensor(tensor, "tensor", writes=receives)
         self.flat = flatten(t, reads=not receives, writes=receives, devices=g.transport.devices)

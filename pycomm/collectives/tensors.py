@@ -145,7 +145,9 @@ def consecutive(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if tensor.numel() and not (is_next and tensor.dtype == first.dtype):
             return None
         numel += tensor.numel()
-    return first.as_strided((numel,), (1,))
+    # Views of an array that is not torch's may have storages of their own, which begin alike and end elsewhere.
+    is_whole = first.untyped_storage().nbytes() >= (start + numel) * first.itemsize
+    return first.as_strided((numel,), (1,)) if is_whole else None
 
 
 def check_disjoint(named: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -310,6 +310,7 @@ def mistakes(n: int) -> list[tuple[str, Callable[[], Any]]]:
         ("expected a list", lambda: pycomm.all_gather_object([None] * (n + 1), 1)),
         ("tag: expected", lambda: pycomm.isend(t, 0, tag=-1)),
         ("tag: expected", lambda: pycomm.irecv(t, 0, tag=1 << 20)),
+        ("tag: expected", lambda: pycomm.irecv(t, 0, tag=1.5)),
         ("expected dst", lambda: pycomm.send(t)),
         ("at least one P2POp", lambda: pycomm.batch_isend_irecv([])),
         ("isend or pycomm.irecv", lambda: pycomm.P2POp(print, t, 0)),

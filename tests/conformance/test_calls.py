@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,7 @@ def messages(rank: int) -> None:
     else:
         pycomm.send(torch.tensor([rank * 11]), 0, tag=7)
     # To oneself, either first.
-    work = pycomm.isend(torch.tensor([5.0]), rank, tag=3)
+    work = pycomm.isend(torch.tensor([5.0]), rank, tag=np.int64(3))
     own = torch.zeros(1)
     assert pycomm.recv(own, rank, tag=3) == rank and own.item() == 5.0
     work.wait()

@@ -72,6 +72,18 @@ def test_joined_lists() -> None:
     assert joined(two, reads=True, writes=False, devices=CPU).tensor.untyped_storage().nbytes() == 16
 
 
+def test_neighbours_whose_storages_end_elsewhere_are_joined_by_a_copy() -> None:
+    """Of one NumPy array, which the first tensor's storage has only a half of."""
+    array = np.arange(8, dtype=np.float32)
+    lists = [torch.from_numpy(array[:4]), torch.from_numpy(array)[4:]]
+    flat = joined(lists, reads=True, writes=True, devices=CPU)
+    assert flat.tensor.tolist() == list(range(8))
+    flat.tensor.add_(1)
+    assert flat.finish is not None
+    flat.finish()
+    assert array.tolist() == list(range(1, 9))
+
+
 def test_overlap_within_one_tensor() -> None:
     base = torch.zeros(16)
     for view in (
