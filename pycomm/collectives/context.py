@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ..config import seconds
@@ -190,9 +191,13 @@ def root_rank(
         if global_rank is None:
             raise ConfigError(f"expected {word} (a global rank) or group_{word} (a rank of the group), got neither")
         return group.group_rank(global_rank)
-    if not (isinstance(group_rank, int) and 0 <= group_rank < group.world_size):
+    try:
+        rank = index(group_rank)  # NumPy's integers too
+    except TypeError:
+        rank = -1
+    if not 0 <= rank < group.world_size:
         raise ConfigError(f"group_{word}: expected a rank in 0..{group.world_size - 1}, got {group_rank!r}")
-    return group_rank
+    return rank
 
 
 def parse_op(op: OpLike) -> tuple[ReduceOp, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ TORCH_OPERATORS: dict[Any, ReduceOp] = {
 }
 _their_types = {type(op) for op in TORCH_OPERATORS}
 
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+
 
 def operator_of(op: object) -> ReduceOp | None:
     """Returns the operator that one of torch's own stands for; None for anything else."""
@@ -68,6 +70,8 @@ def as_tensor(value: Any, name: str, *, writes: bool) -> torch.Tensor:
     ConfigError.
     """
     tensor = value if isinstance(value, torch.Tensor) else _from_foreign(value, name, writes)
+    if type(tensor).__module__ == _FUNCTIONAL:  # its AsyncCollectiveTensor: what a functional collective returns
+        tensor = cast("Any", tensor).trigger_wait()
     if tensor.layout != torch.strided or tensor.is_nested:
         what = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise ConfigError(f"{name}: expected a dense tensor, got {what}; pass its .to_dense(), or its values")

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from ..collectives.init import connect_group
 from ..errors import ConfigError
+from ..transport._gloo_group import connection_to
 from . import DEVICES
 from .members import Members
-from .options import Options
+from .options import Options, checked
 
 __all__ = ["create"]
 
@@ -37,14 +38,9 @@ def create(c10d_options: Any, options: Any) -> Members:
     except ConfigError:
         _await_members(c10d_options)
         raise
-    if options is None:
-        options = Options()
-    elif not isinstance(options, Options):
-        raise ConfigError(
-            f"pg_options: expected pycomm.torch_backend.Options(...) or None, got {type(options).__name__}: {options!r}"
-        )
+    options = Options() if options is None else checked(options)
     # A store of its own: a client of torch's TCPStore that waits for one thread lets no other ask.
-    store, monitor_store = (_part(c10d_options.store.clone(), name) for name in ("pycomm", "pycomm/monitor"))
+    store, monitor_store = (_part(connection_to(c10d_options.store), name) for name in ("pycomm", "pycomm/monitor"))
     config = options.config(c10d_options.timeout)
     ranks = list(c10d_options.global_ranks_in_group) or None
     name = str(c10d_options.group_id or "world")
@@ -73,7 +69,7 @@ def _await_members(c10d_options: Any) -> None:
     Of several backends torch makes one after the other. gloo's, made before ours, would end with this rank while others
     are still connecting to it, and they would see a broken connection in place of what is wrong.
     """
-    store = _part(c10d_options.store.clone(), "pycomm/refused")
+    store = _part(connection_to(c10d_options.store), "pycomm/refused")
     keys = [str(rank) for rank in range(c10d_options.group_size)]
     store.set(keys[c10d_options.group_rank], "")
     with contextlib.suppress(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,6 +35,7 @@ class Members(Calls):
         super()._set_up(group, options)
         self._store = store
         self._barriers = 0
+        self._starting = threading.Lock()
         _instances.add(self)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -52,7 +54,9 @@ class Members(Calls):
 
     def _message(self, verb: str, tensors: Sequence[torch.Tensor], peer: int | None, tag: int) -> CallWork:
         (tensor,) = tensors
-        with range_of_call(verb, tensors), self._lock:
+        # Where messages move by themselves none waits for a collective: another thread's may wait for this very one.
+        lock = self._starting if self.group.transport.messages_are_free else self._lock
+        with range_of_call(verb, tensors), lock:
             work = CallWork(verb, [start_message(self.group, verb, tensor, peer, tag)], tensors)
             if self._coalesced is not None:
                 self._coalesced.append(work)

@@ -12,7 +12,7 @@ from ..compression import parse
 from ..config import Config, seconds
 from ..errors import ConfigError
 
-__all__ = ["Options"]
+__all__ = ["Options", "checked"]
 
 _TORCH_DEFAULT = timedelta(minutes=30)  # torch.distributed's timeout of a group that was given none
 
@@ -62,3 +62,29 @@ class Options:
 
     def _rule(self) -> str:
         return f"*  *  *  *  *  {self.algorithm}"
+
+    def of_part(self, asked: Any) -> Options:
+        """Returns the options of a group that is split from one with these: ``asked``, or the same if that is None.
+
+        Such a group goes by its parent's transport and algorithm. Raises ConfigError if others are asked for.
+        """
+        if asked is None:
+            return self
+        its_options = checked(asked)
+        for name in ("transport", "algorithm"):
+            mine, its = getattr(self, name), getattr(its_options, name)
+            if its not in (mine, getattr(Options(), name)):
+                raise ConfigError(
+                    f"split_group: opts: expected the {name} of the group that is split, {mine!r}, got {its!r}; leave "
+                    f"it out, or make a group by new_group"
+                )
+        return replace(its_options, transport=self.transport, algorithm=self.algorithm)
+
+
+def checked(options: Any) -> Options:
+    """Returns ``options``. Raises ConfigError if they are of another kind."""
+    if isinstance(options, Options):
+        return options
+    raise ConfigError(
+        f"pg_options: expected pycomm.torch_backend.Options(...) or None, got {type(options).__name__}: {options!r}"
+    )

@@ -74,11 +74,14 @@ class PycommProcessGroup(Members, dist.ProcessGroup):  # type: ignore[misc]  # i
 
         Every rank of this group calls it.
         """
+        options = self.pycomm_options.of_part(opts)
+        if timeout is None and opts is not None:
+            timeout = opts.timeout
         child = self.group.subgroup(list(new_ranks), group_name, timeout)
         if child is None:
             return None
         store = dist.PrefixStore(f"{child.name}/", self._store)  # type: ignore[attr-defined]  # missing in the stubs
-        made = PycommProcessGroup(store, child, opts or self.pycomm_options)
+        made = PycommProcessGroup(store, child, options)
         made._set_group_name(group_name or child.name)  # type: ignore[arg-type]
         made._set_group_desc(group_desc or "undefined")
         return made

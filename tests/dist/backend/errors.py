@@ -202,3 +202,12 @@ def case_split_group() -> None:
     tensor = torch.ones(2)
     child.allreduce([tensor]).wait()
     assert tensor.tolist() == [len(half)] * 2
+    if hasattr(side, "split_group"):
+        for wrong, words in (
+            (3, "pg_options: expected"),
+            (Options(transport="torch"), "expected the transport of the group"),
+        ):
+            with pytest.raises(pycomm.ConfigError, match=words):
+                side.split_group(half, opts=wrong)
+        child = side.split_group(half, opts=Options(timeout=7, compression="int8"))
+        assert child.pycomm_group.timeout_s == 7 and child.pycomm_options.compression == "int8"

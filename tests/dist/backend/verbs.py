@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 
 import pycomm
@@ -268,6 +271,42 @@ def case_results_are_the_tensors_that_were_written() -> None:
         with pytest.raises(pycomm.ConfigError, match="expected the handle of a receive, got that of all_reduce"):
             work._source_rank()
         work.wait()
+
+
+def case_what_functional_collectives_return() -> None:
+    """Tensors that are waited for when they are used, as tensor parallelism hands them to a pipeline's messages."""
+    after, before = (rank() + 1) % world(), (rank() - 1) % world()
+    for _ in range(3):
+        made = functional.all_reduce(data(rank()), "sum", dist.group.WORLD)
+        assert isinstance(made, functional.AsyncCollectiveTensor)
+        received = torch.empty(6)
+        receive = dist.irecv(received, before)
+        dist.send(made, after)
+        receive.wait()
+        assert torch.equal(received, total())
+        dist.all_reduce(made)
+        assert torch.equal(made, total() * world())
+        gathered = torch.empty(6 * world())
+        dist.all_gather_into_tensor(gathered, functional.all_reduce(data(rank()), "sum", dist.group.WORLD))
+        assert torch.equal(gathered, total().repeat(world()))
+
+
+def case_a_message_of_one_thread_beside_a_collective_of_another() -> None:
+    """Which waits for a rank that waits for the message first."""
+    is_alone = rank() != 0
+    tensor, one = torch.ones(4), torch.zeros(1)
+    dist.barrier()
+    if is_alone:
+        dist.recv(one, 0, tag=2)
+        dist.all_reduce(tensor)
+    else:
+        thread = threading.Thread(target=lambda: dist.all_reduce(tensor))
+        thread.start()
+        time.sleep(0.1)  # it is inside, most likely
+        for peer in range(1, world()):
+            dist.send(torch.ones(1), peer, tag=2)
+        thread.join()
+    assert tensor.tolist() == [world()] * 4 and (one.item() == 1 or not is_alone)
 
 
 def case_a_callback_may_call_collectives() -> None:

@@ -30,6 +30,7 @@ FOLDER = Path(sys.argv[1])  # the same on all ranks, and empty
 PLACES = {  # in a snippet, and here
     "/var/lib/node_exporter": str(FOLDER),
     '"net.pt"': repr(str(FOLDER / "net.pt")),
+    '"/shared/job"': repr(str(FOLDER / "store")),
     '"step100"': repr(str(FOLDER / "step100")),
 }
 
@@ -93,8 +94,7 @@ def given() -> dict[str, Any]:
 
 
 def for_faults(names: dict[str, Any]) -> None:
-    store = dist.FileStore(str(FOLDER / "store"))
-    names |= {"rank": pycomm.rank(), "world_size": pycomm.world_size(), "store": store, "last_step": 2}
+    names |= {"world_size": pycomm.world_size(), "last_step": 2}
     names |= {"t": torch.ones(4), "state": torch.ones(4), "gradients": torch.ones(4)}
 
 
