@@ -47,7 +47,6 @@ class Join:
                 for parameter in ddp.module.parameters():
                     parameter.grad = None
                 ddp.reducer.reduce_now(is_joined=True)
-        ddp.reducer.scale = 1.0
         ddp.sync_parameters(self._source)
 
     def _tell(self, mine: int) -> int:

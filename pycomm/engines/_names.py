@@ -20,13 +20,19 @@ def keep_names(wrapper: nn.Module) -> None:
 
 
 def _without_wrapper(_module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix + _WRAPPED)]:
-        state[prefix + name.removeprefix(prefix + _WRAPPED)] = state.pop(name)
+    _rename(state, prefix + _WRAPPED, prefix)
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    """Gives the entries whose names begin with ``old`` names that begin with ``new`` instead; all at once, as the new
+    name of one may be the old one of another.
+    """
+    renamed = {name: state.pop(name) for name in list(state) if name.startswith(old)}
+    state.update({new + name.removeprefix(old): value for name, value in renamed.items()})
 
 
 def _with_wrapper(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[prefix + _WRAPPED + name.removeprefix(prefix)] = state.pop(name)
+    _rename(state, prefix, prefix + _WRAPPED)
     vars(module)[_PREFIX] = prefix
 
 

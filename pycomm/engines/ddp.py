@@ -168,6 +168,7 @@ class DistributedDataParallel(nn.Module):
             self._join.follow_the_others()
         finally:
             self._join = self.reducer.announce = None
+            self.reducer.scale = 1.0
 
     def sync_gradients(self) -> None:
         """Averages the gradients as they are now. Called by every rank; for loops that stay inside ``no_sync``."""

@@ -10,6 +10,8 @@ As in Horovod; the gradients take the same path as those of DistributedDataParal
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, SupportsIndex
 
@@ -123,6 +125,8 @@ def DistributedOptimizer(
     else:
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {})
+        if vars(optimizer).pop("step", None) is not None:  # of a scheduler that was made before
+            optimizer.step = _counted(optimizer)  # type: ignore[method-assign]
     assert isinstance(optimizer, _Distributed)
     optimizer._pycomm_reducer, optimizer._pycomm_is_skipped = reducer, False
     return optimizer
@@ -182,6 +186,21 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         optimizer.load_state_dict(_with_tensors(told[0], tensors))
 
 
+def _counted(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Returns ``step`` of the optimizer's class as torch's schedulers wrap it, who want to see that it is called."""
+    step, own = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        optimizer = own()
+        assert optimizer is not None, "it has this function"
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(optimizer, *args, **kwargs)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return counted
+
+
 class _Place(int):
     """Where a tensor stood in a state: its number among the tensors."""
 
@@ -193,7 +212,7 @@ def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _without_tensors(each, tensors) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_without_tensors(each, tensors) for each in value)
+        return _alike(value, (_without_tensors(each, tensors) for each in value))
     return value
 
 
@@ -203,5 +222,9 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _with_tensors(each, tensors) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_with_tensors(each, tensors) for each in value)
+        return _alike(value, (_with_tensors(each, tensors) for each in value))
     return value
+
+
+def _alike(value: Any, items: Iterable[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple's, or another's

@@ -51,26 +51,30 @@ class DistributedSampler(Sampler[int]):
                 f"drop_last={drop_last}"
             )
         self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
-        self._used = 0  # by all ranks, in this epoch
+        self._start = self._used = 0  # by all ranks, in this epoch: when this iteration began, or begins; and by now
+        self._goes_on = False  # the next iteration is in the middle of the epoch, by a state that was loaded
 
     def set_epoch(self, epoch: int) -> None:
         """Begins ``epoch``; without effect if it is the one that a loaded state is in the middle of."""
         if epoch != self.epoch:
-            self.epoch, self._used = epoch, 0
+            self.epoch, self._start, self._used, self._goes_on = epoch, 0, 0, False
 
     def __len__(self) -> int:
-        """Returns the number of indices that are left for this rank in this epoch."""
-        left = len(self.dataset) - self._used
+        """Returns how many indices this rank has in this epoch, or in what is left of it by a state that was loaded."""
+        left = len(self.dataset) - self._start
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
+        if not self._goes_on:  # also behind an iteration that was left in the middle
+            self._start = 0
+        self._used, self._goes_on = self._start, False
         order = self._order()
-        rest = order[self._used :]
+        rest = order[self._start :]
         for turn in range(len(self)):
             place = turn * self.num_replicas + self.rank
             self._used = min(self._used + self.num_replicas, len(order))
             yield rest[place] if place < len(rest) else order[(place - len(rest)) % len(order)]
-        self._used = 0  # the next iteration, with another epoch or not, begins anew
+        self._start = self._used = 0  # the next iteration, with another epoch or not, begins anew
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -89,4 +93,5 @@ class DistributedSampler(Sampler[int]):
                 f"DistributedSampler: the state is of {state.get('samples')} samples with seed {state.get('seed')}, "
                 f"expected {len(self.dataset)} and {self.seed}; load it for the same data"
             )
-        self.epoch, self._used = state["epoch"], state["used"]
+        self.epoch, self._start, self._goes_on = state["epoch"], state["used"], True
+        self._used = self._start

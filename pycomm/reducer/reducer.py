@@ -122,6 +122,7 @@ class Reducer:
         if self._is_under_way:  # a backward pass that raised in the middle
             self._wait()
             self._is_under_way = False
+            self._profile.restart()
         if self.finished_passes == self._relaid_at:
             return is_first
         self._relaid_at = self.finished_passes

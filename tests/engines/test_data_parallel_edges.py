@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import warnings
+import weakref
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,9 +35,132 @@ def edges_job(rank: int) -> None:
         buffers_of_all_kinds,
         several_forward_passes_a_step,
         buffers_of_two_forward_passes,
+        goes_on_after_a_pass_that_raised,
+        a_child_that_is_called_module,
+        join_that_raises,
+        scheduler_before_the_optimizer,
+        optimizer_state_with_named_tuples,
+        sharded_engines_are_freed,
     ):
         torch.manual_seed(3 + rank)
         check(rank)
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward pass raises while it is told to."""
+
+    is_told = True
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        if Raises.is_told:
+            raise ValueError("on purpose")
+        return gradient
+
+
+def goes_on_after_a_pass_that_raised(rank: int) -> None:
+    """In the first one, which is looked at for the order of the buckets."""
+    alone, inputs = mlp(), torch.randn(4, 3)
+
+    def loss(model: nn.Sequential) -> torch.Tensor:
+        return model[2](Raises.apply(model[1](model[0](inputs)))).square().mean()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self) -> torch.Tensor:
+            return loss(self.net)
+
+    ddp = pycomm.DistributedDataParallel(Whole(), bucket_bytes=64)
+    Raises.is_told = True
+    with pytest.raises(ValueError, match="on purpose"):
+        ddp().backward()
+    Raises.is_told = False
+    for _ in range(4):
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp().backward()
+        loss(alone).backward()
+        for mine, its in zip(ddp.module.net.parameters(), alone.parameters(), strict=True):
+            pycomm.all_reduce_mean(its.grad)
+            torch.testing.assert_close(mine.grad, its.grad)
+        norm = torch.nn.utils.get_total_norm([its.grad for its in alone.parameters()])
+        torch.testing.assert_close(ddp.clip_grad_norm_(1e9), norm)
+
+
+def a_child_that_is_called_module(rank: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, 1)
+            self.module = nn.ModuleDict({"head": nn.Linear(1, 1)})
+
+    net = Net()
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    ddp = pycomm.DistributedDataParallel(net, buffers=None)
+    pycomm.broadcast_parameters(expected)
+    assert ddp.state_dict().keys() == expected.keys()
+    assert all(torch.equal(ddp.state_dict()[name], value) for name, value in expected.items())
+    other = {name: value + 1 for name, value in expected.items()}
+    ddp.load_state_dict(other)
+    assert all(torch.equal(value, other[name]) for name, value in net.state_dict().items())
+
+
+def join_that_raises(rank: int) -> None:
+    """Leaves no scale behind, by which the mean was over those who had data."""
+    ddp = pycomm.DistributedDataParallel(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="on purpose"), ddp.join():
+        ddp(torch.ones(1, 1)).backward()
+        ddp.reducer.scale = 2.0  # as if another had ended
+        raise ValueError("on purpose")
+    ddp.zero_grad()
+    ddp(torch.ones(1, 1)).backward()
+    assert ddp.module.weight.grad.item() == 1.0
+
+
+def scheduler_before_the_optimizer(rank: int) -> None:
+    net = mlp()
+    plain = torch.optim.SGD(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
+    optimizer = pycomm.DistributedOptimizer(plain, net.named_parameters())
+    net(torch.full((1, 3), rank + 1.0)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(pycomm.ConfigError, match="no closure"):
+        optimizer.step(lambda: 0.0)
+
+
+class Moments(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
+def optimizer_state_with_named_tuples(rank: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0]["moments"] = Moments(torch.full((2,), float(rank)), rank)
+    pycomm.broadcast_optimizer_state(optimizer)
+    moments = optimizer.param_groups[0]["moments"]
+    assert isinstance(moments, Moments) and moments.first.tolist() == [0.0, 0.0] and moments.second == 0
+
+
+def sharded_engines_are_freed(rank: int) -> None:
+    for strategy in ("no_shard", "full_shard"):
+        net = mlp()
+        engine = pycomm.FullyShardedDataParallel(net, strategy=strategy)
+        engine(torch.ones(1, 3)).sum().backward()
+        gone = [weakref.ref(engine), weakref.ref(net)]
+        del engine, net
+        gc.collect()
+        assert [each() for each in gone] == [None, None]
 
 
 def test_edges() -> None:

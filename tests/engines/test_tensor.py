@@ -179,6 +179,12 @@ def penalty_job(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, part_of(name, ordinary[name].grad), rtol=1e-9, atol=1e-12)
     torch.manual_seed(2)
     whole, x = nn.Linear(WIDTH, 12).double(), torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)
+    for blocks in (1, 2, 3):
+        fused = nn.Linear(4, 36)
+        pycomm.broadcast_parameters(fused)
+        some = torch.ones(2, 3, 4)
+        gathered = ColumnParallelLinear.of(fused, blocks=blocks, gathers_output=True)
+        torch.testing.assert_close(gathered(some), fused(some))
     gathered = ColumnParallelLinear.of(whole, gathers_output=True)
     seconds = []
     for layer in (whole, gathered):

@@ -44,6 +44,18 @@ def test_goes_on_in_another_world(samples, before, after, turns) -> None:
     assert len(seen) < samples + after  # what is twice makes the shares equal
 
 
+def test_an_iteration_that_is_left_shortens_no_other() -> None:
+    sampler, theirs = DistributedSampler(range(7), 2, 0), TorchSampler(range(7), 2, 0)
+    next(iter(sampler))
+    indices = iter(sampler)
+    assert len(sampler) == 4 and [next(indices), len(sampler)] == [next(iter(theirs)), 4]
+    assert list(sampler) == list(theirs)
+    assert list(sampler) == list(theirs)
+    sampler.load_state_dict(sampler.state_dict() | {"used": 4})
+    assert len(sampler) == 2 and list(sampler) == list(theirs)[2:]
+    assert list(sampler) == list(theirs), "a state is gone on from once"
+
+
 def test_mistakes() -> None:
     with pytest.raises(ConfigError, match="rank in 0..1"):
         DistributedSampler(range(4), 2, 2)

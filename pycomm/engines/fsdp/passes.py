@@ -23,6 +23,7 @@ units get an error before an optimizer steps, also if all shapes fit.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -92,9 +93,10 @@ class Passes:
             unit.module.register_forward_hook(
                 partial(self._after_forward, unit.index), always_call=True, with_kwargs=True
             )
-            for flat in unit.trained:
-                for slot in flat.slots:
-                    arrived = partial(self._arrived, unit, flat, slot)
+            for f, flat in enumerate(unit.trained):
+                for s, slot in enumerate(flat.slots):
+                    # By numbers: the collector of cycles does not see what a hook of a tensor holds.
+                    arrived = partial(_tell_arrived, weakref.ref(self), unit.index, f, s)
                     slot.full.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
@@ -378,6 +380,14 @@ class Passes:
         for group in self._layout.ranks.groups:
             pycomm.broadcast(order, group=group, group_src=0)
         self._agreed_order, self._has_agreed = order.tolist(), True
+
+
+def _tell_arrived(own: weakref.ref[Passes], unit: int, flat: int, slot: int, parameter: torch.Tensor) -> None:
+    passes = own()
+    if passes is not None:
+        its_unit = passes.units[unit]
+        its_flat = its_unit.trained[flat]
+        passes._arrived(its_unit, its_flat, its_flat.slots[slot], parameter)
 
 
 def _named(group: pycomm.Group, lacking: Sequence[str]) -> list[str]:

@@ -89,7 +89,11 @@ class ColumnParallelLinear(CutLayer):
         """``x (..., in)``, the same on all ranks (or cut along the sequence), to ``(..., out / world_size)``."""
         x = gather_dim(x, self.group, _SEQUENCE) if self.is_sequence_parallel else copy_to_ranks(x, self.group)
         output = functional.linear(x, self.weight, self.bias)
-        return gather_same(output, self.group, -1) if self.gathers_output else output
+        if not self.gathers_output:
+            return output
+        whole = gather_same(output, self.group, -1)  # rank by rank, each with its part of every block
+        parts = whole.reshape(*whole.shape[:-1], self.group.world_size, self.blocks, -1)
+        return parts.transpose(-3, -2).flatten(-3) if self.blocks > 1 else whole
 
 
 class RowParallelLinear(CutLayer):
