@@ -192,7 +192,7 @@ class DistributedDataParallel(nn.Module):
             return torch.zeros((), dtype=torch.float32, device=self.reducer.parameters[0].device)
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm_of(each) for each in gradients]))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if factor < 1.0:
+        if not factor >= 1.0:  # NaN too, which then is in all of them, as in torch
             for gradient in gradients:
                 gradient.mul_(factor)
         return norm

@@ -37,6 +37,7 @@ def edges_job(rank: int) -> None:
         buffers_of_two_forward_passes,
         goes_on_after_a_pass_that_raised,
         a_child_that_is_called_module,
+        a_norm_that_is_not_a_number,
         join_that_raises,
         scheduler_before_the_optimizer,
         optimizer_state_with_named_tuples,
@@ -110,6 +111,14 @@ def a_child_that_is_called_module(rank: int) -> None:
     other = {name: value + 1 for name, value in expected.items()}
     ddp.load_state_dict(other)
     assert all(torch.equal(value, other[name]) for name, value in net.state_dict().items())
+
+
+def a_norm_that_is_not_a_number(rank: int) -> None:
+    """Is in all gradients then, as torch has it, and not hidden."""
+    ddp = pycomm.DistributedDataParallel(nn.Linear(2, 1))
+    ddp(torch.tensor([[float("nan"), 1.0]])).sum().backward()
+    assert ddp.clip_grad_norm_(1.0).isnan()
+    assert all(parameter.grad.isnan().all() for parameter in ddp.parameters())
 
 
 def join_that_raises(rank: int) -> None:
