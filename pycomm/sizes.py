@@ -8,7 +8,7 @@ import re
 
 from .errors import ConfigError
 
-__all__ = ["bytes_of", "format_bytes", "parse_bandwidth", "parse_bytes", "parse_time", "whole_number"]
+__all__ = ["bytes_of", "format_bytes", "integer", "parse_bandwidth", "parse_bytes", "parse_time", "whole_number"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -18,14 +18,19 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
+def integer(value: object) -> int | None:
+    """Returns an integer of Python, NumPy or torch as one of Python; None for anything else."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def whole_number(value: object, name: str, least: int) -> int:
     """Returns an integer of Python, NumPy or torch as one of Python. Raises ConfigError if it is none, less than
     ``least``, or needs more than 64 bits.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
+    number = None if isinstance(value, bool) else integer(value)
     if number is None or not least <= number < 1 << 63:
         raise ConfigError(f"{name}: expected an integer from {least} to 2**63 - 1, got {value!r}")
     return number

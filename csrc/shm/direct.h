@@ -96,7 +96,7 @@ void Group::deliver(const Call& call, void* data, std::size_t bytes, std::size_t
 }
 
 inline bool Group::may_move_blocks(Way way, std::size_t bytes) const {
-  return bytes >= (take_turns() ? kBlocksInTurnsFrom : kDeliverFrom) && bytes <= kDeliverTo && way.value_or(true) && ranks_ > 1 && !is_refused_;
+  return bytes >= (take_turns() ? kBlocksInTurnsFrom : kDeliverFrom) && bytes <= kDeliverTo && may_go_directly(way, /*in_turns_too=*/true);
 }
 
 }  // namespace pycomm::shm

@@ -359,7 +359,9 @@ class Group {
   Lengths compare_splits(const Call& call);
   // Messages that may be read where they lie, once the ranks have met and told where: `move()` says whether it could, `stage()`
   // moves them in windows.
-  bool may_go_directly(Way way) const { return way.value_or(true) && ranks_ > 1 && !is_refused_ && !take_turns(); }
+  bool may_go_directly(Way way, bool in_turns_too = false) const {
+    return way.value_or(true) && ranks_ > 1 && !is_refused_ && (in_turns_too || !take_turns());
+  }
   template <class Move, class Stage>
   void move_directly(const Call& call, Way& way, std::size_t bytes, Move move, Stage stage);
   template <class Move>

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ..config import seconds
 from ..errors import ConfigError
+from ..sizes import integer
 from ..types import PremulSum, ReduceOp
 from .group import Group
 from .short_cuts import not_now
@@ -191,11 +191,8 @@ def root_rank(
         if global_rank is None:
             raise ConfigError(f"expected {word} (a global rank) or group_{word} (a rank of the group), got neither")
         return group.group_rank(global_rank)
-    try:
-        rank = index(group_rank)  # NumPy's integers too
-    except TypeError:
-        rank = -1
-    if not 0 <= rank < group.world_size:
+    rank = integer(group_rank)
+    if rank is None or not 0 <= rank < group.world_size:
         raise ConfigError(f"group_{word}: expected a rank in 0..{group.world_size - 1}, got {group_rank!r}")
     return rank
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from operator import index
 from typing import Any, cast
 
 import torch
 
 from ..errors import ConfigError, NativeUnavailableError
 from ..ops import native
+from ..sizes import integer
 from ..transport.base import FIRST_OWN_TAG
 from .context import resolve, root_rank, state
 from .group import Group
@@ -183,11 +183,8 @@ class _Message:
     """A message that has been checked, and not started; ``peer`` is a rank of the group, or None for any."""
 
     def __init__(self, g: Group, verb: str, tensor: Any, peer: int | None, tag: int) -> None:
-        try:
-            number = index(tag)  # NumPy's integers too
-        except TypeError:
-            number = -1
-        if not 0 <= number <= _MAX_TAG:
+        number = integer(tag)
+        if number is None or not 0 <= number <= _MAX_TAG:
             raise ConfigError(f"tag: expected 0 to {_MAX_TAG} (MPI promises few more), got {tag!r}")
         self.group, self.verb, self.tensor, self.peer, self.tag = g, verb, tensor, peer, number
         receives = verb == "irecv"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..transport._gloo_group import connection_to
 from .standing import main_line, stacks
 from .traffic import Flow, Traffic, measure_traffic
 from .verdict import Standing
@@ -25,10 +26,7 @@ class Gossip:
     """This rank's questions to the ranks of other hosts (``remote``, by their rank in ``init``), and its answers."""
 
     def __init__(self, store: Any, rank: int, remote: Sequence[int]) -> None:
-        # A connection of its own, where the store has such: a wait of the data path must not hold up an answer.
-        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-            store = store.clone()
-        self._store = store
+        self._store: Any = connection_to(store)  # its own: a wait of the data path must not hold up an answer
         self._rank = rank
         self._remote = tuple(remote)
         self._answered = 0

@@ -72,7 +72,7 @@ class Calls:
         """Numbers a call and makes it: ``call(async_op)`` is a verb of pycomm. Returns its handle, whose result are the
         tensors that are ``written``; others are only ``read``.
         """
-        with range_of_call(verb, [*written, *read]):
+        with range_of_call(verb, written, read):
             with self._lock:
                 self._sequence_number += 1
                 is_here = not is_async and self._coalesced is None and self.group.is_idle

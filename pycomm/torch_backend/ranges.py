@@ -21,12 +21,15 @@ __all__ = ["is_profiling", "range_of_call", "range_of_wait"]
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def range_of_call(verb: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+def range_of_call(
+    verb: str, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()
+) -> AbstractContextManager[Any]:
     """Returns the range in which a call is made; with ``record_shapes=True`` the profiler notes the tensors' shapes."""
     if not is_profiling():
         return contextlib.nullcontext()
+    tensors = [*written, *read]
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    made: AbstractContextManager[Any] = _RecordFunctionFast(f"pycomm:{verb}", list(tensors), {"bytes": nbytes})
+    made: AbstractContextManager[Any] = _RecordFunctionFast(f"pycomm:{verb}", tensors, {"bytes": nbytes})
     return made
 
 

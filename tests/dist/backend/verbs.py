@@ -293,10 +293,10 @@ def case_what_functional_collectives_return() -> None:
 
 def case_a_message_of_one_thread_beside_a_collective_of_another() -> None:
     """Which waits for a rank that waits for the message first."""
-    is_alone = rank() != 0
+    hears = rank() != 0
     tensor, one = torch.ones(4), torch.zeros(1)
     dist.barrier()
-    if is_alone:
+    if hears:
         dist.recv(one, 0, tag=2)
         dist.all_reduce(tensor)
     else:
@@ -306,7 +306,7 @@ def case_a_message_of_one_thread_beside_a_collective_of_another() -> None:
         for peer in range(1, world()):
             dist.send(torch.ones(1), peer, tag=2)
         thread.join()
-    assert tensor.tolist() == [world()] * 4 and (one.item() == 1 or not is_alone)
+    assert tensor.tolist() == [world()] * 4 and (one.item() == 1 or not hears)
 
 
 def case_a_callback_may_call_collectives() -> None:
