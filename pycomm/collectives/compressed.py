@@ -85,6 +85,11 @@ def check_kind(
             raise ConfigError(
                 f"compression {each.spec!r} compresses sums; {called or verb} has none: use a codec, or EF around one"
             )
+    if verb != "all_reduce" and not compressor.is_for_vectors:
+        raise ConfigError(
+            f"compression {compressor.spec!r} compresses what has two dimensions or more, and {called or verb} takes "
+            f"tensors as flat, so that nothing would be compressed: use another codec, or policy:min_dim=1 around one"
+        )
 
 
 def payloads(call: Squeezed) -> Iterator[Collective]:
@@ -237,7 +242,7 @@ def _all_gather(compressor: Compressor, flat: torch.Tensor, whole: torch.Tensor,
     with wire.timer.encoding():
         message = compressor.begin(flat, context)
     assert message is not None, "wrappers that may send nothing are not for gathers"
-    payload = _encoded(message, wire, context)
+    payload = _encoded(message, wire, context._replace(world_size=1))  # nobody adds to it
     gathered = wire.workspace.take("gathered", payload.numel() * wire.world_size, payload.dtype, payload.device)
     wire.all_gather(gathered, payload)
     with wire.timer.decoding():

@@ -134,7 +134,7 @@ class Wire:
         collective = Collective(verb="reduce_scatter_single", input=flat, output=part, op=ReduceOp.SUM)
         is_own_part = part.data_ptr() == flat[self.rank * part.numel() :].data_ptr()
         if is_own_part and not self._scatters_in_place(collective):
-            scratch = self.workspace.like("scattered", part)
+            scratch = self.workspace.take("scattered", part.numel(), part.dtype, part.device)
             self._carry(collective._replace(output=scratch))
             part.copy_(scratch)
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -40,6 +42,7 @@ class GroupCompression:
         self._hosts: tuple[Group, Group] | None = None  # the ranks of this host; those with this local rank
         self._auto = AutoCompression()
         self._compressors: dict[str, Compressor] = {}
+        self._holders: dict[str, weakref.ref[Any]] = {}  # by the key of its state
         self._workspace = Workspace()
         self._executor: ThreadPoolExecutor | None = None
         self._calls = 0
@@ -57,6 +60,18 @@ class GroupCompression:
         if found is None:
             found = self._compressors[spec] = parse(spec)
         return found
+
+    def key_of(self, name: str, holder: Any) -> str:
+        """Returns by which name compressors are to keep the state of ``holder``, such as a parameter, called ``name``.
+
+        State goes on under a name, whatever bucket it is in and in a checkpoint. But several engines of a group may
+        have parameters of one name: those of two critics, or of a generator and a discriminator. What is owed to one
+        must not be delivered to the other. So it is ``name`` for the first holder of that name, ``"2:name"`` for the
+        second, and so on; the same holder keeps its own, and nobody gets that of one that is gone. All ranks make their
+        engines in the same order, so they agree.
+        """
+        keys = itertools.chain([name], (f"{number}:{name}" for number in itertools.count(2)))
+        return next(key for key in keys if self._holders.setdefault(key, weakref.ref(holder))() is holder)
 
     def check(self, verb: str, op: ReduceOp | None, named: Iterable[tuple[str, torch.dtype]], spec: Any) -> None:
         """Raises ConfigError if ``spec``, a checked one, cannot compress ``verb`` of tensors of such names and dtypes.
@@ -161,18 +176,25 @@ class GroupCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the compressors that were asked for by text, each by its text: this rank's, for a
-        checkpoint."""
+        checkpoint, after all calls so far."""
+        self._group.settle()
         stateful = {spec: each.state_dict() for spec, each in self._compressors.items() if each.is_stateful}
         return {"compressors": stateful, "calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state_dict`` returned, or ``merge_states`` made of those of all ranks of another world."""
+        """Takes what ``state_dict`` returned, or ``merge_states`` made of those of all ranks of another world; a
+        compressor that it does not have begins anew. Raises CheckpointError, with nothing changed.
+        """
         if set(state) != {"compressors", "calls"}:
             raise CheckpointError(
                 f"expected the state of a group's compression, with 'compressors' and 'calls', got {sorted(state)}"
             )
-        for spec, each in state["compressors"].items():
-            self.compressor(spec).load_state_dict(each)
+        self._group.settle()
+        states = dict(state["compressors"])
+        for spec, each in states.items():
+            parse(spec).load_state_dict(each)
+        for spec in {**self._compressors, **states}:
+            self.compressor(spec).load_state_dict(states.get(spec, parse(spec).state_dict()))
         self._calls = int(state["calls"])
 
     def close(self) -> None:

@@ -86,9 +86,10 @@ def all_reduce_sparse(
         payloads = torch.empty(group.world_size * payload.numel(), dtype=torch.uint8, device=device)
         gather = Collective(verb="all_gather_single", input=payload, output=payloads)
         group.engine.execute(gather, options.algorithm, timeout_s)
-        total = _total(headers, payloads.cpu().view(group.world_size, -1))
+        divisor = group.world_size if op is ReduceOp.AVG else 1
+        total = _total(headers, payloads.cpu().view(group.world_size, -1), divisor)
         with torch.no_grad():
-            tensor.copy_(total / group.world_size if op is ReduceOp.AVG else total)
+            tensor.copy_(total)
 
     first = Collective(verb="all_gather_single", input=packed, output=told)
     return group.run(Call("all_reduce", [first], (), *options, result=tensor, follow_up=exchange_entries), async_op)
@@ -113,11 +114,12 @@ def _check_alike(headers: list[_Header]) -> None:
         raise CollectiveMismatchError(f"the ranks' sparse tensors differ: {listed}; make them equal")
 
 
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` coalesced, each index once and in order. Raises ConfigError."""
+def _summed(tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
+    """Returns ``tensor`` coalesced, each index once and in order, over ``divisor``. Raises ConfigError."""
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4
     try:
-        return tensor.float().coalesce().to(tensor.dtype) if is_narrow else tensor.coalesce()
+        total = (tensor.float() if is_narrow else tensor).coalesce()
+        return (total if divisor == 1 else total / divisor).to(tensor.dtype)
     except NotImplementedError as error:
         raise ConfigError(
             f"torch cannot coalesce a sparse tensor of {tensor.dtype}; cast it, or pass its .to_dense()"
@@ -133,8 +135,11 @@ def _fill(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         start += source.numel()
 
 
-def _total(headers: list[_Header], payloads: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the ranks' entries, added in rank order; ``payloads (world_size, bytes)``."""
+def _total(headers: list[_Header], payloads: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Returns the sum of the ranks' entries, added in rank order, over ``divisor``.
+
+    ``payloads (world_size, bytes)`` begin with what each rank has.
+    """
     mine = headers[0]
     indices, values = mine.empty(sum(each.entries for each in headers))
     start = 0
@@ -145,4 +150,5 @@ def _total(headers: list[_Header], payloads: torch.Tensor) -> torch.Tensor:
             flat.copy_(payload[taken : taken + flat.numel()])
             taken += flat.numel()
         start = end
-    return _summed(torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=True, device="cpu"))
+    total = torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=True, device="cpu")
+    return _summed(total, divisor)

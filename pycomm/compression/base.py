@@ -17,16 +17,28 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import Enum
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 
-__all__ = ["Codec", "Combine", "Compressor", "Context", "Message", "Part", "absorb", "check_named", "keep_finite"]
+__all__ = [
+    "Codec",
+    "Combine",
+    "Compressor",
+    "Context",
+    "Message",
+    "Part",
+    "absorb",
+    "check_entries",
+    "check_fraction",
+    "check_named",
+    "keep_finite",
+]
 
 
 class Combine(Enum):
@@ -50,7 +62,7 @@ class Part(NamedTuple):
 
     @property
     def model_name(self) -> str | None:
-        """Its name in its model: the second engine of a group puts ``2:`` in front (``reducer/keys.py``)."""
+        """Its name in its model: the second engine of a group puts ``2:`` in front (``GroupCompression.key_of``)."""
         return None if self.name is None else re.sub(r"^\d+:", "", self.name)
 
 
@@ -94,6 +106,7 @@ class Compressor(ABC):
     is_for_shards: bool = True  # ``begin`` treats every element alike, so that a host may add up before it
     is_for_gathers: bool = True  # may encode what is gathered and not summed
     is_for_feedback: bool = True  # what arrives and what it leaves in a residual are the input together
+    is_for_vectors: bool = True  # compresses tensors of one dimension too: scatters and gathers have no others
     sees_shapes: bool = False  # what it makes of a tensor depends on its shape, so ranks must agree on that too
 
     @property
@@ -159,6 +172,11 @@ class Codec(Compressor):
         """Itself."""
         return self
 
+    @property
+    def for_feedback(self) -> Codec:
+        """What encodes the same where a residual takes what is lost, if that must not combine as this does."""
+        return self
+
     def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
         """Sends all of ``flat``."""
         return Message(self, flat)
@@ -218,6 +236,22 @@ def check_named(parts: Sequence[Part], who: str) -> None:
     if len(set(names)) != len(names):
         twice = sorted({str(name) for name in names if names.count(name) > 1})
         raise ConfigError(f"compression {who!r}: the names {twice} occur twice in one call; expected one tensor a name")
+
+
+def check_fraction(who: str, name: str, value: object) -> None:
+    """Raises ConfigError unless the argument ``name`` is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ConfigError(f"{who}: expected {name} in [0, 1), got {value!r}")
+
+
+def check_entries(state: object, expected: Set[str], who: str) -> None:
+    """Raises CheckpointError unless ``state``, of the compressor ``who``, is a dict of the ``expected`` entries."""
+    if not isinstance(state, Mapping) or set(state) != expected:
+        got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(
+            f"compression {who!r}: expected a state with the entries {sorted(expected)}, got {got}; load it into the "
+            f"compressor that saved it"
+        )
 
 
 def _text(value: object) -> str:

@@ -1,7 +1,9 @@
 """16-bit floats on the wire: float16 (11 bits of precision, to 65504) or bfloat16 (8 bits, the range of float32).
 
 Bytes: 2 an element. Sums are formed on the wire, so each hop of the exchange rounds once more; what the ranks add may
-not overflow, so a finite element saturates at the largest value divided by the number of ranks.
+not overflow, so a finite element of a sum saturates at the largest value divided by the number of ranks (fp16: 65504).
+What the hops round no rank knows, so under error feedback sums are formed in float32, between two roundings whose
+errors are owed.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class Cast(Codec):
     def wire_dtype(self) -> torch.dtype:  # type: ignore[override]
         return FORMATS[self.format]
 
+    @property
+    def for_feedback(self) -> Codec:
+        return _CastForFeedback(self.format)
+
     def payload_numel(self, numel: int, context: Context) -> int:
         return numel
 
@@ -69,7 +75,21 @@ class Cast(Codec):
     def _limit(self, world_size: int) -> float:
         """The largest value of the format of which ``world_size`` may be added."""
         info = torch.finfo(self.wire_dtype)
-        return info.max / world_size * (1 - (info.eps if world_size > 1 else 0))
+        roundings = world_size if world_size > 1 else 0  # of this value, and of each sum on the way
+        return info.max / world_size * (1 - info.eps / 2) ** roundings
+
+
+class _CastForFeedback(Cast):
+    """Nothing is added on the wire, so that all that is lost is lost to a residual."""
+
+    combine = Combine.REQUANTIZE
+
+    @property
+    def for_feedback(self) -> Codec:
+        return self
+
+    def _limit(self, world_size: int) -> float:
+        return super()._limit(1)
 
 
 def _exceeds(payload: torch.Tensor, limit: float) -> bool:

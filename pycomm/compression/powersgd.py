@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ConfigError
-from .base import Codec, Combine, Context, Part, absorb, check_named, keep_finite
+from ..sizes import whole_number
+from .base import Codec, Combine, Context, Part, absorb, check_entries, check_named, keep_finite
 
 __all__ = ["PowerSGD", "make"]
 
@@ -56,11 +56,11 @@ class PowerSGD(Codec):
     needs_total = True
     is_for_shards = False
     is_for_gathers = False
+    is_for_vectors = False
     sees_shapes = True
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.rank, int) and not isinstance(self.rank, bool) and self.rank >= 1):
-            raise ConfigError(f"powersgd: expected a rank of 1 or more, got {self.rank!r}")
+        whole_number(self.rank, "powersgd: rank", 1)
 
     def payload_numel(self, numel: int, context: Context) -> int:
         batches, raw = self._layout(context.parts)
@@ -129,6 +129,7 @@ class PowerSGD(Codec):
         return {"factors": {name: factor.cpu().clone() for name, factor in self._factors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_entries(state, {"factors"}, self.spec)
         self._factors = {name: factor.clone() for name, factor in state["factors"].items()}
 
     def _layout(self, parts: Sequence[Part]) -> _Layout:
@@ -159,8 +160,11 @@ class PowerSGD(Codec):
                 shape = (batch.columns, self.rank)
                 factor = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             factors.append(factor.to(like.device))
-        # A factor that saw an inf or NaN would stay so.
-        return torch.stack(factors).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        # A factor that saw an inf or NaN would stay so. Its length does not matter; that of large or small gradients,
+        # squared with theirs, would be beyond float32.
+        stacked = torch.stack(factors).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        largest = stacked.abs().amax((1, 2), keepdim=True)
+        return torch.where(largest > 0, stacked / largest, 0.0)
 
 
 def _slices(payload: torch.Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:

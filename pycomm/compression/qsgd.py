@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError, TransportError
+from ..sizes import whole_number
 from .base import Codec, Combine, Context, absorb, keep_finite
 
 __all__ = ["QSGD", "make"]
@@ -31,9 +32,9 @@ class QSGD(Codec):
     combine = Combine.REQUANTIZE
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.levels, int) and 1 <= self.levels <= 127):
+        if whole_number(self.levels, "qsgd: levels", 1) > 127:
             raise ConfigError(f"qsgd: expected levels in 1..127, got {self.levels!r}")
-        if not (isinstance(self.block_numel, int) and self.block_numel >= 2 and self.block_numel % 2 == 0):
+        if whole_number(self.block_numel, "qsgd: block_numel", 2) % 2:
             raise ConfigError(f"qsgd: expected an even block_numel of 2 or more, got {self.block_numel!r}")
 
     def payload_numel(self, numel: int, context: Context) -> int:
@@ -48,7 +49,8 @@ class QSGD(Codec):
         share = torch.where(norms > 0, blocks / norms, 0.0).clamp_(-1.0, 1.0)
         generator = torch.Generator(device=flat.device).manual_seed(context.local_seed + context.offset)
         drawn = torch.rand(blocks.shape, generator=generator, dtype=torch.float32, device=flat.device)
-        codes = torch.floor(share.abs() * self.levels + drawn).copysign_(share).nan_to_num_(nan=0.0).to(torch.int8)
+        levels = torch.floor(share.abs() * self.levels + drawn).clamp_(max=self.levels)  # float32 may round the sum up
+        codes = levels.copysign_(share).nan_to_num_(nan=0.0).to(torch.int8)
         self._pack(payload, norms, codes)
         if residual is not None:
             residual.sub_(self._values(norms, codes).view(-1)[: flat.numel()])

@@ -20,7 +20,8 @@ __all__ = ["RandomK", "make"]
 class RandomK(Codec):
     """Sends ``ratio`` of the elements, drawn anew in each call.
 
-    ``is_unbiased`` multiplies what arrives by 1 / ratio, so that its mean is the input; not for error feedback.
+    ``is_unbiased`` multiplies what arrives by the width of its stretch (about 1 / ratio), so that its mean is the
+    input; not for error feedback. An inf or NaN anywhere in the input makes all that is sent NaN.
     """
 
     ratio: float = 0.01
@@ -45,8 +46,11 @@ class RandomK(Codec):
         self, payload: torch.Tensor, flat: torch.Tensor, context: Context, residual: torch.Tensor | None = None
     ) -> None:
         work = absorb(flat, residual)
-        indices = self._indices(flat, context)
+        indices, _ = self._draw(flat, context)
         torch.index_select(work, 0, indices, out=payload)
+        if work.numel():
+            low, high = work.aminmax()
+            payload.add_(low * 0 + high * 0)  # NaN if there is an inf or NaN: few are drawn, and all have to be seen
         if residual is not None:
             residual.index_fill_(0, indices, 0.0)
             keep_finite(residual)
@@ -54,22 +58,25 @@ class RandomK(Codec):
     def decode(self, flat: torch.Tensor, payload: torch.Tensor, context: Context, add: bool = False) -> None:
         if not add:
             flat.zero_()
-        values = payload * (flat.numel() / max(payload.numel(), 1)) if self.is_unbiased else payload
-        flat.index_add_(0, self._indices(flat, context), values)
+        indices, widths = self._draw(flat, context)
+        flat.index_add_(0, indices, payload * widths if self.is_unbiased else payload)
 
     def bound(self, flat: torch.Tensor, world_size: int = 1) -> torch.Tensor:
         k = sparse_numel(self.ratio, flat.numel())
-        return flat.abs() * (flat.numel() / max(k, 1) if self.is_unbiased else 1.0)
+        return flat.abs() * (-(-flat.numel() // max(k, 1)) if self.is_unbiased else 1.0)
 
-    def _indices(self, flat: torch.Tensor, context: Context) -> torch.Tensor:
-        """Returns the k sorted, distinct indices of this call; the same on every rank."""
+    def _draw(self, flat: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the k sorted, distinct indices of this call, the same on every rank, and the widths of the stretches
+        that they were drawn from.
+        """
         numel = flat.numel()
         k = sparse_numel(self.ratio, numel)
         generator = torch.Generator().manual_seed(context.seed * 2 + 1 + context.offset)
         starts = torch.arange(k + 1, dtype=torch.int64, device="cpu") * numel // max(k, 1)
         drawn = torch.rand(k, generator=generator, dtype=torch.float64, device="cpu")
-        indices = starts[:k] + (drawn * (starts[1:] - starts[:k])).to(torch.int64)
-        return indices.to(flat.device)
+        widths = starts[1:] - starts[:k]
+        indices = starts[:k] + (drawn * widths).to(torch.int64)
+        return indices.to(flat.device), widths.to(flat.device)
 
 
 make = RandomK

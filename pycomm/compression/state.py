@@ -62,7 +62,7 @@ class NamedBuffers:
         }
 
     def _lay_out(self, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
-        self._check(parts)
+        self.check(parts)
         whole = torch.zeros(sum(part.numel for part in parts), dtype=torch.float32, device=like.device)
         for part, view in zip(parts, torch.split(whole, [part.numel for part in parts]), strict=True):
             name, view = str(part.name), view[: _own_numel(part)]
@@ -72,7 +72,8 @@ class NamedBuffers:
             self._views[name] = view
         return whole
 
-    def _check(self, parts: Sequence[Part]) -> None:
+    def check(self, parts: Sequence[Part]) -> None:
+        """Raises ConfigError as ``get`` does."""
         check_named(parts, self._who)
         for part in parts:
             kept, numel = self._views.get(str(part.name)), _own_numel(part)
@@ -96,7 +97,10 @@ class NamedBuffers:
         return {name: view.detach().cpu().clone() for name, view in self._views.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replaces everything by ``state``."""
+        """Replaces everything by ``state``. Raises CheckpointError unless it has tensors only."""
+        odd = {name: type(each).__name__ for name, each in state.items() if not isinstance(each, torch.Tensor)}
+        if odd:
+            raise CheckpointError(f"compression {self._who!r}: expected a state of tensors, got {odd}; is it damaged?")
         self._wholes = {}
         self._views = {name: tensor.detach().to(torch.float32).clone().view(-1) for name, tensor in state.items()}
 

@@ -20,7 +20,7 @@ import torch
 from ..errors import ConfigError, TransportError
 from ..ops.topk import scatter_add_, scatter_sum_, topk_
 from ._sparse import check_ratio, sparse_numel, sparse_payload_bytes, split_payload
-from .base import Codec, Combine, Context, keep_finite
+from .base import Codec, Combine, Context, check_fraction, keep_finite
 
 __all__ = ["TopK", "make"]
 
@@ -47,8 +47,7 @@ class TopK(Codec):
         check_ratio(self.name, self.ratio)
         if self.exchange not in EXCHANGES:
             raise ConfigError(f"topk: unknown exchange {self.exchange!r}; known: {', '.join(EXCHANGES)}")
-        if isinstance(self.tolerance, bool) or not 0 <= self.tolerance < 1:
-            raise ConfigError(f"topk: expected a tolerance in [0, 1), got {self.tolerance!r}")
+        check_fraction(self.name, "a tolerance", self.tolerance)
 
     @property
     def combine(self) -> Combine:  # type: ignore[override]

@@ -86,10 +86,13 @@ class Wire(NamedTuple):
         """The stream if calls go there; compressed ones do not, as compressors have their state in a group."""
         return self.stream if self.compression is None else None
 
-    def check_means(self, named: Iterable[tuple[str, torch.dtype]]) -> None:
-        """Raises ConfigError if the gradient of a parameter of such a name and dtype cannot be compressed so."""
+    def check_means(self, named: Iterable[tuple[str, torch.dtype]], is_scattered: bool = False) -> None:
+        """Raises ConfigError if the gradient of a parameter of such a name and dtype cannot be compressed so;
+        ``is_scattered``: it is on its way to a part for each rank.
+        """
         if self.compression is not None:
-            self.group.compression.check("all_reduce", pycomm.ReduceOp.AVG, named, self.compression)
+            verb = "reduce_scatter_single" if is_scattered else "all_reduce"
+            self.group.compression.check(verb, pycomm.ReduceOp.AVG, named, self.compression)
 
     def check_gathers(self, named: Iterable[tuple[str, torch.dtype]]) -> None:
         """Raises ConfigError if a parameter of such a name and dtype cannot be compressed so."""
@@ -133,7 +136,7 @@ def start_scatter_mean(
         return pycomm.reduce_scatter_single(shard, flat, pycomm.ReduceOp.AVG, group, **options)
 
     def go_across() -> Waitable | None:
-        return None if across is None else start_mean(across, shard, [Named(name, shard)])
+        return None if across is None else start_mean(across, shard, [Named(f"{name}:across", shard)])
 
     scattered = _start(wire, scatter, name, 0, (flat, shard))
     if scattered is None:

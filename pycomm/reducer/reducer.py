@@ -31,7 +31,6 @@ import pycomm
 
 from ..errors import ConfigError, PycommError
 from .bucket import Bucket
-from .keys import key_of
 from .layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, assign_buckets
 from .planner import IN_LINE_BYTES, BackwardProfile, BucketPlan, measure_link, plan_buckets
 from .reduce import Named, Waitable, Wire, refuse, start_mean
@@ -72,7 +71,9 @@ class Reducer:
         wire.check_means((name, parameter.dtype) for name, parameter in named)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._keys = self.names if wire.compression is None else [key_of(wire.group, *each) for each in named]
+        self._keys = self.names
+        if wire.compression is not None:
+            self._keys = [wire.group.compression.key_of(*each) for each in named]
         self.bucket_bytes = bucket_bytes or (DEFAULT_BUCKET_BYTES if wire.is_async else IN_LINE_BYTES)
         self._first_plan = self.bucket_bytes
         self.bucket_plan: BucketPlan | None = None  # once "auto" has measured

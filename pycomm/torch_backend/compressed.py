@@ -7,6 +7,7 @@ the parameters of one). The group may be of any backend of torch; over ``pycomm`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
+    from ..collectives.group import Group
+
 __all__ = ["DdpState", "compress_fsdp", "ddp_hook"]
 
 
@@ -36,9 +39,10 @@ class DdpState:
 
     def __init__(self, model: DistributedDataParallel, compression: Any) -> None:
         self.compression = checked_spec(compression)
-        self.names = {parameter: name for name, parameter in model.module.named_parameters()}
         self.process_group = model.process_group
         self.group = resolve(model.process_group)
+        key_of = self.group.compression.key_of
+        self.names = {parameter: key_of(name, parameter) for name, parameter in model.module.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state of the group's compressors, for a checkpoint."""
@@ -77,9 +81,14 @@ def _reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]
 class _Comm:
     """FSDP2's ``Comm``: memory for a collective, and the collective, of one module."""
 
-    def __init__(self, compression: Any, name: str) -> None:
+    def __init__(self, compression: Any, name: str, module: nn.Module) -> None:
         self.compression = compression
-        self.name = name
+        self._name = f"fsdp:{name or 'root'}"
+        self._module = weakref.ref(module)
+
+    def options(self, group: Group) -> dict[str, Any]:
+        """Returns the options of a call on ``group``."""
+        return {"compression": self.compression, "name": group.compression.key_of(self._name, self._module())}
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns memory for an input or output."""
@@ -97,7 +106,8 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> CallWork:
-        own, options = resolve(group), {"compression": self.compression, "name": self.name}
+        own = resolve(group)
+        options = self.options(own)
         return _issue(
             group,
             "reduce_scatter_single",
@@ -118,7 +128,8 @@ class _AllGather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> CallWork:
-        own, options = resolve(group), {"compression": self.compression, "name": self.name}
+        own = resolve(group)
+        options = self.options(own)
         return _issue(
             group,
             "all_gather_single",
@@ -149,9 +160,9 @@ def compress_fsdp(model: nn.Module, compression: Any, all_gather: Any = None) ->
             f"use ddp_hook"
         )
     for name, module in modules:
-        module.set_custom_reduce_scatter(_ReduceScatter(reducing, f"fsdp:{name or 'root'}"))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_ReduceScatter(reducing, name, module))  # type: ignore[arg-type]
         if gathering is not None:
-            module.set_custom_all_gather(_AllGather(gathering, f"fsdp:{name or 'root'}"))  # type: ignore[arg-type]
+            module.set_custom_all_gather(_AllGather(gathering, name, module))  # type: ignore[arg-type]
 
 
 def _issue(

@@ -41,11 +41,17 @@ class Options:
             parse_rules(self._rule(), "pg_options")
         if self.timeout is not None:
             seconds(self.timeout)
-        if self.compression is not None and self.compression != "auto" and parse(self.compression).is_stateful:
+        compressor = None if self.compression in (None, "auto") else parse(self.compression)
+        if compressor is not None and compressor.is_stateful:
             raise ConfigError(
                 f"compression {self.compression!r} keeps state for each tensor, and a process group is not told which "
                 f"tensor it reduces; use pycomm.torch_backend.ddp_hook(model, {self.compression!r}) with DDP, or "
                 f"compress_fsdp(model, {self.compression!r}) with FSDP2"
+            )
+        if compressor is not None and not compressor.is_for_vectors:
+            raise ConfigError(
+                f"compression {self.compression!r} compresses what has two dimensions or more, and a process group's "
+                f"buffers are flat: use another codec, or policy:min_dim=1 around one"
             )
 
     def config(self, timeout: timedelta) -> Config:

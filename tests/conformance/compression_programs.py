@@ -216,13 +216,11 @@ class CompressionProgram(Program):
         account.given += total
         account.got += result
         sent = max((float(each.abs().max()) for each in (result, owed, mine) if each.numel()), default=0.0)
-        # What float32 rounds; the result in its own type; and sums that are formed in 16 bits on the wire.
+        # What float32 rounds, and the result in its own type.
         account.slack += 3e-6 * (largest + sent) * self.n
         if tensor.dtype != torch.float32:
             kind = torch.finfo(tensor.dtype)
             account.slack += kind.eps * (sent + self.n * kind.smallest_normal)
-        if used.compressor.codec.name == "cast":
-            account.slack += self.n * torch.finfo(used.compressor.codec.wire_dtype).eps * (largest + sent)
         off = float((account.got + owed - account.given).abs().max()) if total.numel() else 0.0
         assert off <= account.slack, f"{what}: {used.spec} lost {off}, slack {account.slack}"
 
@@ -237,8 +235,6 @@ class CompressionProgram(Program):
         if result.numel():
             scale = float(estimates.abs().max()) + used.largest[tensor.name]
             slack = scale * self.n * (torch.finfo(tensor.dtype).eps + 1e-5 * (1 + self.step / 50)) + 1e-4
-            if used.compressor.codec.name == "cast":
-                slack += scale * self.n * self.step * torch.finfo(used.compressor.codec.wire_dtype).eps
             off = float((estimates - result).abs().max())
             assert off <= slack, f"{what}: {used.spec} is {off} from the sum of the estimates, slack {slack}"
 
@@ -272,20 +268,25 @@ class CompressionProgram(Program):
             work = pycomm.all_reduce(argument, op, self.world, is_async, **options)
             if work is not None:
                 work.wait()
-        if self.told_alike(refused, options, what):
+        if self.told_alike(refused, "algorithm" in options, what):
             return
         result = read().double() * (self.n if op is ReduceOp.AVG else 1)
         self.settle(used, tensor, inputs, result, what)
         if is_due:
             self.follow(used, tensor, result, what)
 
-    def told_alike(self, refused: list[Exception], options: dict[str, Any], what: str) -> bool:
-        """Says whether the call was refused: on all ranks, and only if its algorithm was asked for."""
+    def told_alike(self, refused: list[Exception], may_be: bool, what: str) -> bool:
+        """Says whether the call was refused: on all ranks, and only if it ``may_be``."""
         told: list[Any] = [None] * self.n
         pycomm.all_gather_object(told, [type(each).__name__ for each in refused], group=self.world)
         assert told == [told[0]] * self.n, f"{what}: {told}, {refused}"
-        assert not refused or "algorithm" in options, f"{what}: {refused}"
+        assert not refused or may_be, f"{what}: {refused}"
         return bool(refused)
+
+    def told_of_flats(self, refused: list[Exception], used: Used, options: dict[str, Any], what: str) -> bool:
+        """As ``told_alike``, of a call that takes tensors as flat: compressors for matrices alone are refused."""
+        assert refused or used.compressor.is_for_vectors, f"{what}: would compress nothing"
+        return self.told_alike(refused, "algorithm" in options or not used.compressor.is_for_vectors, what)
 
     def together(self) -> None:
         """Several tensors in one call, in any order."""
@@ -320,7 +321,7 @@ class CompressionProgram(Program):
             else:
                 pycomm.reduce_scatter_single(part, argument, op, self.world, **options)
         assert torch.equal(read(), inputs[self.me]), f"{what}: the input was written to"
-        if self.told_alike(refused, options, what):
+        if self.told_of_flats(refused, used, options, what):
             return
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         pycomm.all_gather_single(whole, part, self.world)
@@ -340,7 +341,7 @@ class CompressionProgram(Program):
             return
         with self.unchanged_by_error(used, read, what) as refused:
             pycomm.all_gather_single(whole, argument, self.world, **options)
-        if self.told_alike(refused, options, what):
+        if self.told_of_flats(refused, used, options, what):
             return
         assert torch.equal(read(), inputs[self.me].reshape(-1)), f"{what}: the input was written to"
         self.equal_everywhere(whole, what)

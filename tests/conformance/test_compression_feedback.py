@@ -28,6 +28,8 @@ def scatter_by_all(rank: int) -> list[tuple[str, torch.Tensor, torch.Tensor, tor
     rows = []
     for name in CODECS.names():
         compressor = compression.error_feedback(parse(name))
+        if not compressor.is_for_vectors:
+            continue
         total, given = torch.zeros(NUMEL), torch.zeros(NUMEL * pycomm.world_size())
         for step in range(STEPS):
             part = torch.empty(NUMEL)
@@ -44,10 +46,7 @@ def test_what_is_scattered_and_what_is_owed_is_the_input(world_size: int) -> Non
     for row in zip(*outcomes, strict=True):
         total = torch.cat([each[1] for each in row])
         given, owed = sum(each[2] for each in row), sum(each[3] for each in row)
-        spec = row[0][0]
-        # Half a step of bfloat16 a rank and call, where such sums are formed on the wire; else what float32 rounds.
-        slack = STEPS * world_size * 50 * world_size * 2**-8 if spec == "cast" else 1e-2
-        assert (total + owed - given).abs().max() <= slack, spec
+        assert (total + owed - given).abs().max() <= 1e-2, row[0][0]  # what float32 rounds
 
 
 def gather_nothing(rank: int) -> None:
@@ -86,8 +85,34 @@ def test_what_is_not_finite_stays_in_no_estimate(spec: str, value: float) -> Non
     assert told[0] == told[1]
     tells, recovers, error = told[0]
     assert recovers
-    assert tells or spec.startswith("randomk"), "random-k may not have drawn that element"
+    assert tells
     assert error < 0.2
+
+
+# -- nothing drifts away ----------------------------------------------------------------------------------------------
+
+
+def drift(rank: int, spec: str) -> float:
+    """Returns how far what came in 300 calls is from what was given and is not owed; EF21: the last, from the
+    estimates.
+    """
+    kept = parse(spec)
+    generator = torch.Generator().manual_seed(rank)
+    given, came = torch.zeros(1024), torch.zeros(1024)
+    for _ in range(300):
+        tensor = torch.randn(32, 32, generator=generator)
+        given += tensor.view(-1)
+        pycomm.all_reduce(tensor, compression=kept, name="w")
+        came += tensor.view(-1)
+    expected = kept.residual("w") if "ef21" in spec else given - kept.residual("w")
+    pycomm.all_reduce(expected)
+    return float(((tensor.view(-1) if "ef21" in spec else came) - expected).abs().max())
+
+
+@pytest.mark.parametrize("spec", ["bf16+ef", "bf16+ef21"])
+def test_what_16_bit_sums_would_round_is_not_lost(spec: str) -> None:
+    for distance in run_ranks(3, drift, spec, transport="local"):
+        assert distance < 1e-3
 
 
 # -- what "auto" gives up pays what it owes ---------------------------------------------------------------------------

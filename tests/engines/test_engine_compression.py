@@ -78,6 +78,29 @@ def tells_what_cannot_be_compressed() -> None:
         wrap(copy.deepcopy(double), "none"), wrap(double, "auto")
     with pytest.raises(ConfigError, match="compresses sums"):
         gathers(nn.Linear(2, 2), "powersgd")
+    for flat in ("powersgd", "int8+policy"):
+        with pytest.raises(ConfigError, match="compresses what has two dimensions or more"):
+            fsdp(nn.Sequential(nn.Linear(2, 2)), flat)
+        fsdp_whole(nn.Linear(2, 2), flat)
+    fsdp(nn.Sequential(nn.Linear(2, 2)), "int8+policy:min_dim=1")
+
+
+def one_object_for_shards_and_replicas(rank: int) -> None:
+    """It keeps what is owed to each of the two sums by a name of its own."""
+    mesh, compressor = pycomm.Mesh(dp=2, fsdp=2), pycomm.compression.parse("topk:0.5+ef")
+    engine = pycomm.FullyShardedDataParallel(Either(), mesh, strategy="hybrid_shard", compression=compressor)
+    arrived = torch.zeros(3)
+    for step in range(12):
+        engine.zero_grad()
+        engine(torch.ones(1, 3), True).sum().mul(step == 0).backward()
+        arrived += own_gradient_of_b(engine)
+    pycomm.all_reduce(arrived, group=mesh.group("fsdp"))
+    assert arrived.tolist() == [1.0] * 3
+    assert len(compressor.state_dict()["error_feedback"]["residuals"]) == 2
+
+
+def test_one_object_compresses_shards_and_replicas() -> None:
+    run_ranks(4, one_object_for_shards_and_replicas)
 
 
 def owes_nothing_to_its_namesake(wrap: Callable[..., nn.Module]) -> None:

@@ -133,6 +133,66 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
             merge_states(states)
 
 
+def test_warm_up_goes_on_in_another_layout() -> None:
+    """As where DDP lays out its buckets anew after the first pass."""
+    compressor = parse("topk:0.1+dgc:warmup=3,start=0.8")
+    a, b = Part("a", (100,)), Part("b", (100,))
+    counts = []
+    for parts in ((a, b), (b, a), (b, a), (a,), (a, b)):
+        numel = sum(part.numel for part in parts)
+        message = compressor.begin(torch.randn(numel), Context(parts, kept={}))
+        assert message is not None
+        counts.append(message.codec.payload_numel(numel, Context(parts)) // 8 / numel)
+    assert counts == pytest.approx([0.8, 0.4, 0.2, 0.1, 0.1])
+    assert compressor.calls_of((a, b)) == (5, 4)
+
+
+def test_an_inf_does_not_change_the_average_of_ef21() -> None:
+    compressor = parse("none+ef21:m=0.5")
+    for value in (4.0, math.inf, math.nan, 4.0):
+        got = call(compressor, torch.full((3,), value))
+    assert got.tolist() == [3.0] * 3  # 0.5 * 4, then 0.5 * 2 + 0.5 * 4
+
+
+def call(compressor: Compressor, flat: torch.Tensor) -> torch.Tensor:
+    """A call in a world of one, exact."""
+    context = Context((Part("w", (flat.numel(),)),), kept={})
+    message = compressor.begin(flat, context)
+    assert message is not None and message.residual is not None
+    total = message.input.clone()
+    compressor.end(message, total, context)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("spec", "state", "message"),
+    [
+        (
+            "int8+ef21",
+            parse("int8+ef").state_dict(),
+            r"entries \['averages', 'means', 'residuals'\], got \['residuals'\]",
+        ),
+        (
+            "int8+ef",
+            {"error_feedback": {"residuals": {"w": 3}}, "inner": {}},
+            "expected a state of tensors, got .'w': 'int'",
+        ),
+        ("int8+ef", {"error_feedback": {}, "inner": {}}, r"entries \['residuals'\], got \[\]"),
+        ("int8+ef", {"error_feedback": [], "inner": {}}, r"entries \['residuals'\], got list"),
+        (
+            "int8+ef",
+            {"momentum": {}, "inner": {}},
+            r"entries \['error_feedback', 'inner'\], got \['inner', 'momentum'\]",
+        ),
+        ("topk:0.1+dgc", {"momentum": {"residuals": {}}, "inner": {}}, "'calls', 'residuals', 'velocities'"),
+        ("powersgd", {}, r"entries \['factors'\], got \[\]"),
+    ],
+)
+def test_states_of_others_and_damaged_ones_are_refused(spec: str, state: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parse(spec).load_state_dict(state)
+
+
 def test_policy_goes_by_the_first_rule_then_by_shape() -> None:
     sparse = compression.error_feedback(compression.topk(0.1))
     policy = compression.policy(

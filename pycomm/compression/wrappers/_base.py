@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import CheckpointError, ConfigError
-from ..base import Codec, Compressor, Context, Message, Part
+from ...errors import ConfigError
+from ..base import Codec, Compressor, Context, Message, Part, check_entries
+from ..state import NamedBuffers
 
 __all__ = ["Wrapper"]
 
@@ -27,6 +28,7 @@ class Wrapper(Compressor):
                 f"{self.name}: expected a compressor to wrap, got {self.inner!r}; "
                 f"for a text pass pycomm.compression.parse(text)"
             )
+        self._kept: dict[str, NamedBuffers] = {}  # by their names in a saved state
         if self.keeps_residual and not self.inner.is_for_feedback:
             raise ConfigError(
                 f"{self.name} around {self.inner.spec}: what that sends is larger than its input, and stays right only "
@@ -56,6 +58,16 @@ class Wrapper(Compressor):
     def is_for_shards(self) -> bool:  # type: ignore[override]
         return self.inner.is_for_shards
 
+    @property
+    def is_for_vectors(self) -> bool:  # type: ignore[override]
+        return self.inner.is_for_vectors
+
+    def check(self, parts: Sequence[Part]) -> None:
+        super().check(parts)
+        self.inner.check(parts)
+        for kept in self._kept.values():
+            kept.check(parts)
+
     def calls_of(self, parts: Sequence[Part]) -> tuple[int, ...]:
         return self.inner.calls_of(parts)
 
@@ -67,22 +79,21 @@ class Wrapper(Compressor):
 
     def _own_state(self) -> dict[str, Any]:
         """Returns what this wrapper itself has to save."""
-        return {}
+        return {name: kept.state_dict() for name, kept in self._kept.items()}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        """Takes what ``_own_state`` returned."""
+        """Takes what ``_own_state`` returned; it has those entries."""
+        for name, kept in self._kept.items():
+            kept.load_state_dict(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {self.name: self._own_state(), "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != {self.name, "inner"}:
-            raise CheckpointError(
-                f"compression {self.spec!r}: expected a state with the entries {self.name!r} and 'inner', got "
-                f"{sorted(state)}; load it into the compressor that saved it"
-            )
-        self._load_own_state(state[self.name])
+        check_entries(state, {self.name, "inner"}, self.spec)
+        check_entries(state[self.name], set(self._own_state()), self.spec)
         self.inner.load_state_dict(state["inner"])
+        self._load_own_state(state[self.name])
 
 
 def numel_of(parts: Sequence[Part]) -> int:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ..base import Compressor, Context, Message, Part
+from ..base import Codec, Compressor, Context, Message, Part, check_fraction
 from ..none import NoCompression
 from ..state import NamedBuffers
 from ._base import Wrapper
@@ -44,10 +43,11 @@ class ErrorFeedback(Wrapper):
         super().__post_init__()
         if self.mode not in MODES:
             raise ConfigError(f"error_feedback: unknown mode {self.mode!r}; known: {', '.join(MODES)}")
-        if isinstance(self.m, bool) or not 0 <= self.m < 1 or (self.m and self.mode == "classic"):
+        check_fraction(self.name, "a momentum m", self.m)
+        if self.m and self.mode == "classic":
             raise ConfigError(
-                f"error_feedback: expected a momentum m in [0, 1), and 0 in mode 'classic', got {self.m!r}; for sparse "
-                f"codecs +dgc corrects for momentum"
+                f"error_feedback: expected no momentum in mode 'classic', got m={self.m!r}; for sparse codecs +dgc "
+                f"corrects for momentum"
             )
         if isinstance(self.inner, Wrapper):
             raise ConfigError(
@@ -56,6 +56,14 @@ class ErrorFeedback(Wrapper):
         self._residuals = NamedBuffers(self.spec)  # classic: e; ef21: this rank's estimate g
         self._means = NamedBuffers(self.spec)  # ef21: the mean of all ranks' estimates
         self._averages = NamedBuffers(self.spec)  # ef21 with momentum: v
+        self._kept = {"residuals": self._residuals}
+        if self.mode == "ef21":
+            self._kept |= {"means": self._means, "averages": self._averages}
+
+    @property
+    def codec(self) -> Codec:
+        """That of ``inner``, combining in such a way that all that is lost is known."""
+        return self.inner.codec.for_feedback
 
     @property
     def needs_total(self) -> bool:  # type: ignore[override]
@@ -75,13 +83,13 @@ class ErrorFeedback(Wrapper):
         if message is None:
             return None
         if self.mode == "classic":
-            return message._replace(residual=kept)
+            return message._replace(codec=self.codec, residual=kept)
         if self.m:
-            average = self._averages.get(context.parts, flat).mul_(self.m).add_(flat, alpha=1 - self.m)
-            average.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            flat = torch.where(flat.isfinite(), average, flat)  # an inf or NaN is sent, and not kept
+            is_finite, average = flat.isfinite(), self._averages.get(context.parts, flat)
+            average.copy_(torch.where(is_finite, average * self.m + flat * (1 - self.m), average))
+            flat = torch.where(is_finite, average, flat)  # an inf or NaN is sent, and changes nothing here
         difference = flat - kept
-        return message._replace(input=difference, residual=torch.zeros_like(difference))
+        return Message(self.codec, difference, torch.zeros_like(difference))
 
     def end(self, message: Message, total: torch.Tensor, context: Context) -> None:
         if self.mode == "classic":
@@ -99,7 +107,7 @@ class ErrorFeedback(Wrapper):
     def exactly(self) -> ErrorFeedback:
         """Returns this state around no compression: a call by it sends all that is owed of its tensors."""
         other = ErrorFeedback(NoCompression())
-        other._residuals = self._residuals
+        other._residuals = other._kept["residuals"] = self._residuals
         return other
 
     def owes(self, parts: Sequence[Part]) -> bool:
@@ -114,17 +122,6 @@ class ErrorFeedback(Wrapper):
         """Returns a copy of what is still owed of the named tensors, in classic mode; of the estimates, in ef21."""
         state = self._residuals.state_dict()
         return torch.cat([state[name] for name in names])
-
-    def _own_state(self) -> dict[str, Any]:
-        own = {"residuals": self._residuals.state_dict()}
-        if self.mode == "ef21":
-            own |= {"means": self._means.state_dict(), "averages": self._averages.state_dict()}
-        return own
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._residuals.load_state_dict(state["residuals"])
-        self._means.load_state_dict(state.get("means", {}))
-        self._averages.load_state_dict(state.get("averages", {}))
 
 
 make = ErrorFeedback

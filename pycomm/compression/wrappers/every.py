@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
+from ...sizes import whole_number
 from ..base import Compressor, Context, Message, Part, check_named
 from ..state import NamedBuffers
 from ._base import Wrapper
@@ -31,14 +32,14 @@ class Every(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.n, int) and not isinstance(self.n, bool) and self.n >= 1):
-            raise ConfigError(f"every: expected a period of 1 call or more, got {self.n!r}")
+        whole_number(self.n, "every: the period, in calls", 1)
         if isinstance(self.inner, Every):
             raise ConfigError(
                 f"every around {self.inner.spec}: expected one period, got two; "
                 f"for calls that are both due write every:{self.inner.n * self.n}"
             )
         self._owed = NamedBuffers(self.spec)
+        self._kept = {"owed": self._owed}
         self._calls: dict[str, int] = {}
 
     def is_due(self, name: str) -> bool:
@@ -70,10 +71,10 @@ class Every(Wrapper):
         return message
 
     def _own_state(self) -> dict[str, Any]:
-        return {"owed": self._owed.state_dict(), "calls": dict(self._calls)}
+        return super()._own_state() | {"calls": dict(self._calls)}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._owed.load_state_dict(state["owed"])
+        super()._load_own_state(state)
         self._calls = dict(state["calls"])
 
 

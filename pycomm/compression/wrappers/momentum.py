@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ..base import Codec, Compressor, Context, Message, Part
+from ...sizes import whole_number
+from .._sparse import check_ratio
+from ..base import Codec, Compressor, Context, Message, Part, check_fraction
 from ..state import NamedBuffers
 from ._base import Wrapper
 
@@ -25,7 +27,7 @@ __all__ = ["MomentumCorrection", "make"]
 
 @dataclass(eq=False)
 class MomentumCorrection(Wrapper):
-    """Corrects for momentum ``m`` around a sparse codec; ``warmup`` counts calls with the first tensor."""
+    """Corrects for momentum ``m`` around a sparse codec; ``warmup`` counts a tensor's calls, of several the fewest."""
 
     inner: Compressor
     m: float = 0.9
@@ -42,25 +44,24 @@ class MomentumCorrection(Wrapper):
             raise ConfigError(
                 f"momentum stands around a sparse codec (topk, randomk, threshold), not around {self.inner.spec!r}"
             )
-        if not 0 <= self.m < 1 or self.warmup < 0 or not 0 < self.start <= 1:
-            raise ConfigError(
-                f"momentum: expected m in [0, 1), warmup of 0 calls or more and start in (0, 1], got m={self.m!r}, "
-                f"warmup={self.warmup!r}, start={self.start!r}"
-            )
+        check_fraction(self.name, "m", self.m)
+        whole_number(self.warmup, "momentum: warmup, in calls", 0)
+        check_ratio(f"{self.name}: start", self.start)
         self._velocities = NamedBuffers(self.spec)
         self._residuals = NamedBuffers(self.spec)
+        self._kept = {"velocities": self._velocities, "residuals": self._residuals}
         self._calls: dict[str, int] = {}
 
     def calls_of(self, parts: Sequence[Part]) -> tuple[int, ...]:
-        return (self._calls.get(str(parts[0].name), 0),) if parts and self.warmup else ()
+        return tuple(self._calls.get(str(part.name), 0) for part in parts) if self.warmup else ()
 
     def begin(self, flat: torch.Tensor, context: Context) -> Message | None:
         residual = self._residuals.get(context.parts, flat)
         velocity = self._velocities.get(context.parts, flat)
         velocity.mul_(self.m).add_(flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        name = str(context.parts[0].name) if context.parts else ""
-        codec = self._codec(self._calls.get(name, 0))
-        self._calls[name] = self._calls.get(name, 0) + 1
+        codec = self._codec(min(self.calls_of(context.parts), default=0))
+        for part in context.parts:
+            self._calls[str(part.name)] = self._calls.get(str(part.name), 0) + 1
         sent = torch.where(flat.isfinite(), velocity, flat)  # an inf or NaN is sent, and not kept
         return Message(codec, sent, residual)
 
@@ -78,15 +79,10 @@ class MomentumCorrection(Wrapper):
         return replace(self.inner, ratio=self.start * (ratio / self.start) ** (call / self.warmup))  # type: ignore[type-var]
 
     def _own_state(self) -> dict[str, Any]:
-        return {
-            "velocities": self._velocities.state_dict(),
-            "residuals": self._residuals.state_dict(),
-            "calls": dict(self._calls),
-        }
+        return super()._own_state() | {"calls": dict(self._calls)}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._velocities.load_state_dict(state["velocities"])
-        self._residuals.load_state_dict(state["residuals"])
+        super()._load_own_state(state)
         self._calls = dict(state["calls"])
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError
+from ...sizes import whole_number
 from ..base import Compressor, Part
 from ..none import NoCompression
 from ._base import Wrapper
@@ -37,6 +38,8 @@ class Policy(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        whole_number(self.min_numel, "policy: min_numel", 0)
+        whole_number(self.min_dim, "policy: min_dim", 0)
         for pattern, compressor in self.rules.items():
             if not isinstance(compressor, Compressor) or isinstance(compressor, Policy):
                 raise ConfigError(f"policy: rule {pattern!r}: expected a compressor, got {compressor!r}")
@@ -46,6 +49,10 @@ class Policy(Wrapper):
     def spec(self) -> str:
         rules = "".join(f",{pattern}->{compressor.spec}" for pattern, compressor in self.rules.items())
         return f"{self.inner.spec}+policy:min_numel={self.min_numel},min_dim={self.min_dim}{rules}"
+
+    @property
+    def is_for_vectors(self) -> bool:  # type: ignore[override]
+        return bool(self.rules) or (self.min_dim < 2 and self.inner.is_for_vectors)
 
     def routes(self, parts: Sequence[Part]) -> list[tuple[Compressor, list[int]]]:
         chosen: dict[int, tuple[Compressor, list[int]]] = {}

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from ...reducer.bucket import allocate
-from ...reducer.keys import key_of
 from ...reducer.reduce import Named, Waitable, Wire, start_gather, start_mean, start_scatter_mean
 from .._marks import forget_holders, mark_left, mark_shard
 from .ledger import Kind, Ledger
@@ -77,9 +76,10 @@ class Layout(NamedTuple):
     def check_compression(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raises ConfigError if one of them, or the gradient of one, cannot be compressed as it is to be."""
         dtypes = [(name, each.requires_grad, self.precision.of(each.dtype)) for name, each in named]
+        trained = [(name, on_the_wire) for name, is_trained, (_, on_the_wire) in dtypes if is_trained]
         for wire in self.ranks:
             if wire is not None:
-                wire.check_means((name, on_the_wire) for name, is_trained, (_, on_the_wire) in dtypes if is_trained)
+                wire.check_means(trained, is_scattered=wire is self.ranks.shards)
         if self.gathers is not None:
             self.gathers.check_gathers((name, computed) for name, _, (computed, _) in dtypes)
 
@@ -263,7 +263,7 @@ class FlatParameter:
         if ranks.shards is None:
             self._out = buffer
             assert ranks.replicas is not None, "ranks are of one kind at least"
-            keys = (key_of(ranks.replicas.group, slot.name, slot.full) for slot in self.slots)
+            keys = (ranks.replicas.group.compression.key_of(slot.name, slot.full) for slot in self.slots)
             views = (buffer[slot.start : slot.stop].view(slot.shape) for slot in self.slots)
             return start_mean(ranks.replicas, buffer, [Named(*each) for each in zip(keys, views)])
         if not self.layout.strategy.shards_gradients:

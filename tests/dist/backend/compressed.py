@@ -62,6 +62,30 @@ def case_fsdp() -> None:
             check_equal_ranks(parameter.grad.full_tensor())
 
 
+def case_models_of_one_group_owe_each_their_own() -> None:
+    """Two of one class, by DDP and by FSDP2: what the first owes does not come to the second."""
+    for train in (by_ddp, by_fsdp):
+        first, second = train(network()), train(network())
+        for _ in range(3):
+            first(batch(dist.get_rank())).square().mean().backward()
+        (0 * second(batch(dist.get_rank())).sum()).backward()
+        for parameter in second.parameters():
+            gradient = parameter.grad.full_tensor() if train is by_fsdp else parameter.grad
+            assert not gradient.any()
+
+
+def by_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    ddp = DistributedDataParallel(model)
+    ddp_hook(ddp, "topk:0.1+ef")
+    return ddp
+
+
+def by_fsdp(model: torch.nn.Module) -> torch.nn.Module:
+    fully_shard(model)
+    compress_fsdp(model, "topk:0.1+ef")
+    return model
+
+
 def case_a_compressed_group() -> None:
     """With pg_options alone DDP trains compressed, and what is small stays exact."""
     group = dist.new_group(pg_options=Options(compression="int8"))
@@ -82,3 +106,6 @@ def case_what_cannot_be_compressed() -> None:
         compress_fsdp(network(), "int8")
     with pytest.raises(pycomm.ConfigError, match="unknown compression"):
         ddp_hook(DistributedDataParallel(network()), "int5")
+    with pytest.raises(pycomm.ConfigError, match="compresses what has two dimensions or more"):
+        Options(compression="int8+policy")
+    Options(compression="int8+policy:min_dim=1")
