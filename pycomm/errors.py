@@ -40,12 +40,12 @@ class PlanError(PycommError):
     """An algorithm's plan is wrong or does not suit the world size."""
 
 
-class CollectiveMismatchError(PycommError):
+class CollectiveMismatchError(PycommError, RuntimeError):
     """The ranks of a group called different collectives, or the same one with different arguments."""
 
 
-class TransportError(PycommError):
-    """Data could not be moved."""
+class TransportError(PycommError, RuntimeError):
+    """Data could not be moved. A RuntimeError as torch's are, so around calls of torch's own it is told apart first."""
 
 
 class PeerLostError(TransportError):

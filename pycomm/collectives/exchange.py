@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..algorithms.tables import Table
-from ..errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PycommError, TransportError
 from ..topology import host_id
 from ..transport import Patience
 from .agreement import check_digests
@@ -49,6 +49,8 @@ def exchange_hosts(
         # All at once where the store can: a world of 64 would ask 4,096 times.
         can_multi_get = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
         raw = store.multi_get(keys) if can_multi_get else [store.get(key) for key in keys]
+    except PycommError:  # somebody is lost
+        raise
     except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
         raise _missing(store, keys, rank, world_size, patience.timeout_s) from error
     told = [_parse(value, member) for member, value in enumerate(raw)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed
 
-from ..errors import CollectiveTimeoutError, ConfigError, TransportError
+from ..errors import CollectiveTimeoutError, ConfigError, PycommError, TransportError
 from ..topology import local_address
 from ._gloo_sockets import NOT_CORKED, Corked, deafen, tcp_sockets
 from ._torch_messages import timeout_of
@@ -72,6 +72,8 @@ def come_together(meeting: Meeting) -> bool:
     meeting.store.set(keys[meeting.rank], "1")
     try:
         meeting.patience.wait(meeting.store, keys)
+    except PycommError:  # somebody is lost
+        raise
     except RuntimeError:  # torch's
         return False
     return True
@@ -94,6 +96,8 @@ def make_group(meeting: Meeting, watch: Watch, failed: Failed) -> tuple[Any, Cor
     listeners = tcp_sockets().listening - others.listening
     try:
         group = patience.run(lambda: dist.ProcessGroupGloo(connection, rank, world_size, options))
+    except PycommError:  # somebody is lost
+        raise
     except RuntimeError as error:
         if (failure := watch.search(0)) is not None:  # one that has died since it was here takes no connection
             raise failed(failure) from error

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ..errors import CollectiveTimeoutError, PeerLostError, TransportError
+from ..errors import CollectiveTimeoutError, PeerLostError, PycommError, TransportError
 from ..ops import native
 from ..topology import available_cores
 from ._patience import Patience
@@ -283,6 +283,8 @@ def _address_of_leader(store: Store, host: str, host_rank: int, patience: Patien
     key = f"{host}/socket"
     try:
         patience.wait(store, [key])
+    except PycommError:  # somebody is lost
+        raise
     except RuntimeError as error:  # torch's
         raise CollectiveTimeoutError(
             f"init: local rank {host_rank} waited {patience.timeout_s:.3g} s for the first rank of its host, which did "

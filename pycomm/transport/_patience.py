@@ -10,7 +10,7 @@ from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import CollectiveTimeoutError
+from ..errors import CollectiveTimeoutError, PycommError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -67,6 +67,8 @@ class Patience:
         store.set(keys[rank], word)
         try:
             self.wait(store, keys)
+        except PycommError:  # somebody is lost
+            raise
         except RuntimeError as error:  # torch's
             raise CollectiveTimeoutError(
                 f"init on rank {rank} of {world_size}: the others did not {to} within {self.timeout_s:.3g} s; see "

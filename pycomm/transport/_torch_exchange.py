@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import PycommError
 from ._part import Part
 from ._torch_messages import EXCHANGE_TAG, MARGIN_S, Posted, finish_all, gloo_message_of, timeout_of
 from ._torch_waits import wait_for_a_slice
@@ -96,6 +97,8 @@ class PostedExchange(Part["TorchTransport"]):
                     here.sends.append(group.send(sent, peer, self._tag))
                 if self._is_ahead:
                     self._post_ahead()
+        except PycommError:  # closed meanwhile
+            raise
         except RuntimeError as error:
             raise transport.error_of(error, verb, limit_s) from error
         if meanwhile is not None:
@@ -130,6 +133,8 @@ class PostedExchange(Part["TorchTransport"]):
         arrivals = _Arrivals(receives, timeout_of(limit_s + MARGIN_S))
         try:
             self._transport.wait_in_slices(arrivals.have_come, verb, limit_s)
+        except PycommError:  # said what it is
+            raise
         except RuntimeError as error:
             raise self._transport.error_of(error, verb, limit_s, self._peers[arrivals.place][1]) from error
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError
+from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, PycommError, TransportError
 from ..types import ReduceOp
 from ._nccl_library import IN_PROGRESS, REMOTE_ERROR, SUCCESS, Event, Library, import_nccl
 from ._patience import Look, Patience
@@ -354,6 +354,8 @@ def join(library: Library, spec: ConnectSpec) -> NcclTransport:
         store.set("unique_id", library.unique_id())
     try:
         Patience(spec.timeout_s, spec.look).wait(store, ["unique_id"])
+    except PycommError:  # somebody is lost
+        raise
     except RuntimeError as error:  # torch's DistStoreError
         raise CollectiveTimeoutError(
             f"rank {spec.rank} of {spec.world_size}: rank 0 did not start NCCL within {spec.timeout_s:.3g} s; see its "

@@ -47,6 +47,19 @@ def case_mismatched_calls_raise_everywhere() -> None:
         dist.all_reduce(tensor, group=own_group())
 
 
+def case_errors_are_caught_as_torchs_are() -> None:
+    """By who knows torch alone: RuntimeError is what its backends raise."""
+    with pytest.raises(RuntimeError) as mismatch:
+        dist.all_reduce(torch.ones(4 + rank()), group=own_group())
+    assert type(mismatch.value) is pycomm.CollectiveMismatchError
+    group = own_group(1)
+    if rank() == 0:
+        with pytest.raises(RuntimeError) as late:
+            dist.all_reduce(torch.ones(4), group=group)
+        assert type(late.value) is pycomm.CollectiveTimeoutError
+    dist.barrier()
+
+
 def case_asynchronous_errors_reach_wait_and_futures() -> None:
     work = dist.all_reduce(torch.ones(4 + rank()), group=own_group(), async_op=True)
     future = work.get_future()
