@@ -7,6 +7,7 @@ event. The host blocks nowhere. What the collective uses is kept from the alloca
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from ..collectives.work import Work
 
 __all__ = ["CudaLane", "CudaWork"]
+
+_POLL_S = 1e-3
 
 
 class CudaWork(Work):
@@ -64,3 +67,15 @@ class CudaLane:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
         return CudaWork(self._description, result, done)
+
+    def is_over_in(self, timeout_s: float | None) -> bool:
+        """Blocks this thread until the GPU has done all calls so far; False if ``timeout_s`` ran out before."""
+        if timeout_s is None:
+            self._stream.synchronize()
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not self._stream.query():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True

@@ -221,8 +221,12 @@ class CommStream:
     def synchronize(self, timeout_s: float | None = None) -> bool:
         """Blocks this thread until every item is complete or has failed; False if ``timeout_s`` ran out before."""
         self.group.transport.check_not_forked("synchronize")
-        with self._watch.waiting(), self._changed:
-            return self._changed.wait_for(lambda: not self._under, timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._watch.waiting():
+            with self._changed:
+                is_over = self._changed.wait_for(lambda: not self._under, timeout_s)
+            left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            return is_over and (self._cuda is None or self._cuda.is_over_in(left_s))
 
     def step(self) -> OverlapReport:
         """Ends a step: returns how much communication was hidden, and how much exposed, since the last one."""
@@ -243,9 +247,8 @@ class CommStream:
         """Called as the group closes; says whether the thread has ended, so that the transport may go."""
         with self._changed:
             self._is_closed = True
-        if not self._threads:
-            return True
-        self._progress.close()
+        if self._threads:
+            self._progress.close()
         if self._is_over_in(_CLOSE_TIMEOUT_S):
             return True
         _log.warning("stream %r: closed while an item is under way, which is broken off", self.name)
@@ -254,12 +257,13 @@ class CommStream:
         return self._is_over_in(_BREAK_OFF_TIMEOUT_S)
 
     def _is_over_in(self, timeout_s: float) -> bool:
-        """Waits for the threads, but for this one, if that closes the stream."""
+        """Waits for the GPU, and for the threads, but for this one, if that closes the stream."""
         deadline = time.monotonic() + timeout_s
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in others)
+        is_done = self._cuda is None or self._cuda.is_over_in(max(deadline - time.monotonic(), 0.0))
+        return is_done and not any(thread.is_alive() for thread in others)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 
 import pycomm
 from harness import run_forked, run_ranks, transport_params, wait_until
+from pycomm.overlap.cuda import CudaLane
 
 PROCESSES = [param for param in transport_params() if param.values[0] not in ("local", "mpi")]
 NUMEL = 300_007
@@ -53,6 +54,41 @@ def run_streams(rank: int) -> None:
         stream.all_reduce(torch.ones(3))
     names = [thread.name for thread in threading.enumerate()]
     assert "pycomm-stream-gradients" not in names
+
+
+class BusyGpu:
+    """In place of CUDA's stream: has done its calls once it is told so."""
+
+    def __init__(self) -> None:
+        self.is_done, self.asked = threading.Event(), threading.Event()
+
+    def query(self) -> bool:
+        self.asked.set()
+        return self.is_done.is_set()
+
+    def synchronize(self) -> None:
+        self.asked.set()
+        assert self.is_done.wait(60)
+
+
+def wait_for_a_gpu(rank: int) -> None:
+    stream, gpu = pycomm.CommStream("gpu"), BusyGpu()
+    stream._cuda = CudaLane.__new__(CudaLane)
+    stream._cuda._stream = gpu
+    stream.all_reduce(torch.ones(3)).wait()
+    assert not stream.synchronize(0.01)
+    for wait in (stream.synchronize, partial(stream.synchronize, 60.0), stream.close):
+        gpu.is_done.clear(), gpu.asked.clear()
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        assert gpu.asked.wait(60) and waiter.is_alive()
+        gpu.is_done.set()
+        waiter.join(60)
+        assert not waiter.is_alive()
+
+
+def test_a_stream_waits_for_what_the_gpu_has_not_done() -> None:
+    run_ranks(1, wait_for_a_gpu, transport="shm")
 
 
 def check_order(stream: pycomm.CommStream) -> None:

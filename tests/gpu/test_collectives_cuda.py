@@ -154,6 +154,16 @@ def streamed(rank: int) -> None:
             expected = values_of(rank, torch.float32, 10_000 + i)
             pycomm.all_reduce(expected)
             same(tensor, expected)
+        slow = on_gpu(torch.zeros(4))
+
+        def fill_late(_: pycomm.Group) -> None:
+            torch.cuda._sleep(200_000_000)
+            slow.fill_(1.0)
+
+        work = stream.submit(fill_late, hold=slow)
+        assert not stream.synchronize(0.0)
+        assert stream.synchronize(60.0) and work.is_completed()
+        same(slow, torch.ones(4))
 
 
 def test_a_comm_stream_takes_cuda_tensors() -> None:
