@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -9,7 +10,14 @@ from itertools import chain
 import torch
 from torch import nn
 
-__all__ = ["without_trace"]
+__all__ = ["now_s", "without_trace"]
+
+
+def now_s(tensor: torch.Tensor) -> float:
+    """Returns the time in seconds, once the device of ``tensor`` has done what it was given so far."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
 
 
 @contextmanager

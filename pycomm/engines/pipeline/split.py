@@ -5,7 +5,6 @@ All give an ``nn.Sequential`` a stage, of consecutive layers of an ``nn.Sequenti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...sizes import whole_number
 from .._marks import numel_of
-from .._measuring import without_trace
+from .._measuring import now_s, without_trace
 
 __all__ = ["balance", "layer_times_s", "modules_of", "split_model"]
 
@@ -105,12 +104,12 @@ def _times_s(layers: Sequence[nn.Module], inputs: torch.Tensor) -> Iterator[floa
     for layer in layers:
         taken = []
         for _ in range(_SAMPLES):
-            start_s = time.perf_counter()
+            start_s = now_s(inputs)
             given = inputs.detach().requires_grad_(inputs.is_floating_point())
             output = layer(given)
             wanted = [*(p for p in layer.parameters() if p.requires_grad), *([given] if given.requires_grad else [])]
             if wanted:
                 torch.autograd.grad(output.sum(), wanted, allow_unused=True)
-            taken.append(time.perf_counter() - start_s)
+            taken.append(now_s(inputs) - start_s)
         yield median(taken)
         inputs = output.detach()

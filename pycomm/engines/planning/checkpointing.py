@@ -13,7 +13,6 @@ fits). Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Jain et 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
@@ -25,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...errors import ConfigError
 from ...sizes import bytes_of
-from .._measuring import without_trace
+from .._measuring import now_s, without_trace
 
 __all__ = ["BlockCost", "CheckpointPlan", "apply_checkpoints", "measure_blocks", "plan_checkpoints"]
 
@@ -123,10 +122,10 @@ def _costs(blocks: Sequence[nn.Module], given: Any) -> Iterator[BlockCost]:
         taken = []
         for _ in range(_SAMPLES):
             saved.clear()
-            start_s = time.perf_counter()
+            start_s = now_s(inputs)
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 output = block(inputs)
-            taken.append(time.perf_counter() - start_s)
+            taken.append(now_s(inputs) - start_s)
         saved.pop(output.untyped_storage().data_ptr(), None)
         saved[inputs.untyped_storage().data_ptr()] = input_bytes = inputs.untyped_storage().nbytes()
         yield BlockCost(median(taken), sum(saved.values()), input_bytes)
