@@ -190,12 +190,12 @@ class GroupCompression:
                 f"expected the state of a group's compression, with 'compressors' and 'calls', got {sorted(state)}"
             )
         self._group.settle()
-        states = dict(state["compressors"])
+        states, calls = dict(state["compressors"]), int(state["calls"])
         for spec, each in states.items():
             parse(spec).load_state_dict(each)
         for spec in {**self._compressors, **states}:
             self.compressor(spec).load_state_dict(states.get(spec, parse(spec).state_dict()))
-        self._calls = int(state["calls"])
+        self._calls = calls
 
     def close(self) -> None:
         """Ends the helper thread, once it is idle."""

@@ -77,6 +77,10 @@ class Wrapper(Compressor):
     def end(self, message: Message, total: torch.Tensor, context: Context) -> None:
         self.inner.end(message, total, context)
 
+    def _entries(self) -> set[str]:
+        """Returns the names of what ``_own_state`` returns."""
+        return set(self._kept)
+
     def _own_state(self) -> dict[str, Any]:
         """Returns what this wrapper itself has to save."""
         return {name: kept.state_dict() for name, kept in self._kept.items()}
@@ -91,7 +95,7 @@ class Wrapper(Compressor):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_entries(state, {self.name, "inner"}, self.spec)
-        check_entries(state[self.name], set(self._own_state()), self.spec)
+        check_entries(state[self.name], self._entries(), self.spec)
         self.inner.load_state_dict(state["inner"])
         self._load_own_state(state[self.name])
 

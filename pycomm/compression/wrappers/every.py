@@ -70,6 +70,9 @@ class Every(Wrapper):
             owed.zero_()
         return message
 
+    def _entries(self) -> set[str]:
+        return super()._entries() | {"calls"}
+
     def _own_state(self) -> dict[str, Any]:
         return super()._own_state() | {"calls": dict(self._calls)}
 

@@ -78,6 +78,9 @@ class MomentumCorrection(Wrapper):
             return self.inner
         return replace(self.inner, ratio=self.start * (ratio / self.start) ** (call / self.warmup))  # type: ignore[type-var]
 
+    def _entries(self) -> set[str]:
+        return super()._entries() | {"calls"}
+
     def _own_state(self) -> dict[str, Any]:
         return super()._own_state() | {"calls": dict(self._calls)}
 

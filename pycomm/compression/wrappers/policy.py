@@ -75,6 +75,9 @@ class Policy(Wrapper):
     def _all(self) -> list[Compressor]:
         return [self.inner, *self.rules.values()]
 
+    def _entries(self) -> set[str]:
+        return set(self.rules)
+
     def _own_state(self) -> dict[str, Any]:
         return {pattern: compressor.state_dict() for pattern, compressor in self.rules.items()}
 
