@@ -12,6 +12,7 @@ from torch import nn
 import pycomm
 
 from ..errors import CollectiveMismatchError, ConfigError
+from ..reducer.bucket import memory_order
 from ._marks import has_left
 
 __all__ = ["Roster", "check_same_model", "trained_parameters"]
@@ -25,7 +26,7 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Roster:
-    """The parameters that a model has, by name, with dtype and device, and whether each is trained.
+    """The parameters that a model has, by name, with dtype, device and order in memory, and whether each is trained.
 
     ``named`` gives those that it has now.
     """
@@ -46,17 +47,28 @@ class Roster:
         names |= {now[key][0] for key in now.keys() - self._known.keys()}  # replaced under the same name
         return (
             f"expected {len(self._known)}, got {len(now)}; new, replaced, gone, or with another requires_grad, "
-            f"dtype or device: {', '.join(sorted(names)[:_NAMED])}"
+            f"dtype, device or memory format: {', '.join(sorted(names)[:_NAMED])}"
         )
 
-    def _now(self) -> dict[int, tuple[str, bool, torch.dtype, torch.device]]:
-        return {id(p): (name, p.requires_grad, p.dtype, p.device) for name, p in self._named()}
+    def unfrozen(self) -> str:
+        """Returns the names of those that are trained now and were not, as an error words it; "" if there are none."""
+        trained = {key for key, (_, is_trained, *_) in self._known.items() if is_trained}
+        return ", ".join([name for name, p in self._named() if p.requires_grad and id(p) not in trained][:_NAMED])
+
+    def _now(self) -> dict[int, tuple[Any, ...]]:
+        return {id(p): (name, p.requires_grad, p.dtype, p.device, p.stride()) for name, p in self._named()}
 
 
 def check_same_model(
-    tensors: Sequence[tuple[str, torch.Tensor]], group: pycomm.Group, what: str, *, may_be_meta: bool = False
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    group: pycomm.Group,
+    what: str,
+    *,
+    may_be_meta: bool = False,
+    by_memory: bool = False,
 ) -> None:
-    """Raises on every rank unless all have the same ``tensors``: names, shapes, dtypes, and none is on meta or may be.
+    """Raises on every rank unless all have the same ``tensors``: names, shapes, dtypes, and none is on meta or may be;
+    ``by_memory``: their elements lie in the same order, too.
 
     CollectiveMismatchError names the first difference and its ranks, ConfigError the tensors without memory, and those
     that others have which were sharded without them. ``what`` words the place.
@@ -68,7 +80,7 @@ def check_same_model(
             f"been sharded, and has others now: {', '.join(left[:_NAMED])}. Shard modules with tied weights in one "
             f"engine, and make optimizers after sharding"
         )
-    described = [_describe(name, tensor) for name, tensor in tensors]
+    described = [_describe(name, tensor, by_memory) for name, tensor in tensors]
     digest = int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little")
     meta = [name for name, tensor in tensors if tensor.is_meta and not may_be_meta]
     mine = torch.tensor([digest, len(meta)], dtype=torch.int64, device=group.control_device)
@@ -88,9 +100,11 @@ def check_same_model(
         raise CollectiveMismatchError(f"{what}: {_first_difference(everyone)}; build the same model on every rank")
 
 
-def _describe(name: str, tensor: torch.Tensor) -> str:
+def _describe(name: str, tensor: torch.Tensor, by_memory: bool) -> str:
     frozen = "" if tensor.requires_grad else ", frozen"
-    return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
+    order = memory_order(tensor) if by_memory else []
+    lies = "" if order == sorted(order) else f", dimensions {order} in memory"
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{lies}{frozen}"
 
 
 def _first_difference(everyone: Sequence[Sequence[str]]) -> str:

@@ -76,7 +76,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.group = pycomm.get_group(group)
         self.buffers_mode = buffers
-        check_same_model(list(module.named_parameters()), self.group, "DistributedDataParallel")
+        check_same_model(list(module.named_parameters()), self.group, "DistributedDataParallel", by_memory=True)
         check_writable(module.named_buffers())
         self.reducer = Reducer(
             trained_parameters(module),
@@ -105,8 +105,14 @@ class DistributedDataParallel(nn.Module):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; with gradients enabled, after making it ready for a backward pass."""
-        if not (torch.is_grad_enabled() and self.module.training):
+        """Calls the module; with gradients enabled, after making it ready for a backward pass.
+
+        In ``eval()`` mode nothing is agreed on: a rank may evaluate alone.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if not self.module.training:
+            self._check_none_is_left_out()
             return self.module(*args, **kwargs)
         self._prepare()
         output = self.module(*args, **kwargs)
@@ -213,6 +219,15 @@ class DistributedDataParallel(nn.Module):
             "a DistributedDataParallel cannot be copied or pickled: it has a group, which is this process's place "
             "among the ranks; copy its .module, for an average of the parameters for example, or save its state_dict()"
         )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _check_none_is_left_out(self) -> None:
+        unfrozen = self._roster.unfrozen()
+        if unfrozen:
+            raise ConfigError(
+                f"forward, in eval() mode: parameters were unfrozen since DistributedDataParallel was made, and their "
+                f"gradients would not be averaged: {unfrozen}. Wrap the module again, or evaluate in torch.no_grad()"
+            )
 
     def _check_unchanged(self) -> None:
         change = self._roster.change()

@@ -112,7 +112,7 @@ def DistributedOptimizer(
         )
     passes = whole_number(backward_passes_per_step, "backward_passes_per_step", 1)
     found = pycomm.get_group(group)
-    check_same_model(named, found, "DistributedOptimizer")
+    check_same_model(named, found, "DistributedOptimizer", by_memory=True)
     reducer = Reducer(
         named,
         Wire.of(found, compression),

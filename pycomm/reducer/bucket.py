@@ -5,6 +5,8 @@ After its bucket was gathered, a parameter's ``.grad`` is a view of the bucket's
 without a copy out, and a later backward pass that accumulates into it needs no copy in. On transports with memory that
 the ranks share, ``flat`` lies in it, so that reducing does not stage it either: the copy of a fresh gradient into the
 bucket is the copy into shared memory.
+
+A view lies as its parameter does, such as with the channels last: torch's fused optimizers go through both by memory.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import pycomm
 from ..errors import ConfigError
 from ..ops.pack import pack_
 
-__all__ = ["Bucket", "Entry", "allocate"]
+__all__ = ["Bucket", "Entry", "allocate", "memory_order"]
 
 _PACKED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -42,7 +44,8 @@ class Bucket:
         parameters = [parameter for _, _, parameter in named]
         numels = [parameter.numel() for parameter in parameters]
         self.flat = allocate(sum(numels), parameters[0].dtype, parameters[0].device, group)
-        self._parts = [part.view(p.shape) for part, p in zip(torch.split(self.flat, numels), parameters)]
+        self._orders = [memory_order(parameter) for parameter in parameters]
+        self._parts = [_laid_out_as(p, part) for p, part in zip(parameters, torch.split(self.flat, numels))]
         self._addresses = [part.data_ptr() for part in self._parts]
         self.entries = [Entry(*each, part.detach()) for each, part in zip(named, self._parts)]
         self.pending = len(self.entries)
@@ -56,20 +59,20 @@ class Bucket:
         """
         self._bring_back_views()
         fresh = []
-        for entry in self.entries:
+        for entry, order in zip(self.entries, self._orders):
             gradient = entry.parameter.grad
             if gradient is None:
                 entry.view.zero_()
             elif gradient is not entry.view:
                 if _kind(gradient) != self._kind:
                     raise self._misfit(entry.name, gradient)
-                fresh.append((entry, gradient))
-        if len(fresh) == len(self.entries) and self._is_packed and not any(each.is_neg() for _, each in fresh):
-            pack_(self.flat, [gradient for _, gradient in fresh])
+                fresh.append((entry, gradient, order))
+        if len(fresh) == len(self.entries) and self._is_packed and not any(each.is_neg() for _, each, _ in fresh):
+            pack_(self.flat, [each if order == sorted(order) else each.permute(order) for _, each, order in fresh])
         else:
-            for entry, gradient in fresh:
+            for entry, gradient, _ in fresh:
                 entry.view.copy_(gradient)
-        for entry, _ in fresh:
+        for entry, _, _ in fresh:
             entry.parameter.grad = entry.view
 
     def _bring_back_views(self) -> None:
@@ -102,6 +105,20 @@ class Bucket:
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.layout, bool, torch.dtype, torch.device]:
     return tensor.layout, tensor.requires_grad, tensor.dtype, tensor.device
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Returns the dimensions in the order in which elements lie in memory; if they lie with gaps, as they stand."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    lies_so = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
+    return order if lies_so else list(range(tensor.dim()))
+
+
+def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Returns ``part (numel,)`` in the shape of ``parameter``, and with its strides if it has no gaps."""
+    if parameter.permute(memory_order(parameter)).is_contiguous():
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: pycomm.Group) -> torch.Tensor:

@@ -96,6 +96,7 @@ class Reducer:
         self._relaid_at = 0
         self._is_prepared = False  # by a forward pass, for the next backward pass
         self._is_under_way = False
+        self._end: Callable[[], Any] = lambda: None  # what ends the backward pass, a weak reference
         self._passes_per_reduction = passes_per_reduction
         self._passes = 0  # since the last reduction
         self._next = 0  # the bucket to start next
@@ -120,10 +121,7 @@ class Reducer:
         Returns whether it is the first forward pass since a backward pass has begun.
         """
         is_first, self._is_prepared = not self._is_prepared, True
-        if self._is_under_way:  # a backward pass that raised in the middle
-            self._wait()
-            self._is_under_way = False
-            self._profile.restart()
+        self.forget_what_raised()
         if self.finished_passes == self._relaid_at:
             return is_first
         self._relaid_at = self.finished_passes
@@ -137,6 +135,13 @@ class Reducer:
             self._lay_out(sorted(range(total), key=lambda index: arrivals_s[index]))
         self._profile.restart()
         return is_first
+
+    def forget_what_raised(self) -> None:
+        """Ends a backward pass that raised in the middle, if there was one: autograd then lets go of its end."""
+        if self._is_under_way and self._end() is None:
+            self._wait()
+            self._is_under_way = False
+            self._profile.restart()
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Makes the buckets anew; what the gradients are stays."""
@@ -162,13 +167,16 @@ class Reducer:
     @property
     def awaits_backward(self) -> bool:
         """Whether the next backward pass is one to reduce, and has not begun."""
-        return self.is_enabled and not self._is_under_way
+        return self.is_enabled and not (self._is_under_way and self._end() is not None)
 
     def begin_backward(self) -> None:
         """Called inside ``backward()``, whose end is then that of the pass; without effect once a pass has begun."""
+        self.forget_what_raised()
         if self.awaits_backward:
             self._begin()
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            end = self._end_of_backward
+            self._end = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
 
     def arrived(self, index: int) -> None:
         """Autograd has finished the gradient of parameter ``index``. For the hooks."""

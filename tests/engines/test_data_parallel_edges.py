@@ -30,12 +30,15 @@ def edges_job(rank: int) -> None:
         gradients_of_inputs,
         outputs_that_are_parameters,
         gradients_that_do_not_fit,
+        fused_optimizers_with_channels_last,
         cast_after_wrapping,
         cannot_be_copied,
         buffers_of_all_kinds,
         several_forward_passes_a_step,
         buffers_of_two_forward_passes,
         goes_on_after_a_pass_that_raised,
+        optimizer_goes_on_after_a_pass_that_raised,
+        trains_in_eval_mode,
         a_child_that_is_called_module,
         a_norm_that_is_not_a_number,
         join_that_raises,
@@ -45,6 +48,43 @@ def edges_job(rank: int) -> None:
     ):
         torch.manual_seed(3 + rank)
         check(rank)
+
+
+def fused_optimizers_with_channels_last(rank: int) -> None:
+    """They go through a parameter and its gradient by memory, so both have to lie alike."""
+    torch.manual_seed(5)
+    images = torch.randn(2, 3, 8, 8)
+
+    def convolutions() -> nn.Module:
+        torch.manual_seed(6)
+        layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, (3, 2), bias=False), nn.ReLU(), nn.Conv2d(5, 2, 1)
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    for wraps_optimizer, compression in ((False, None), (True, None), (False, "none+ef")):
+        alone, model = convolutions(), convolutions()
+        expected = torch.optim.AdamW(alone.parameters(), lr=0.1, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        engine: nn.Module = model
+        if wraps_optimizer:
+            optimizer = pycomm.DistributedOptimizer(optimizer, model.named_parameters())
+        else:
+            engine = pycomm.DistributedDataParallel(model, compression=compression)
+        for step in range(4):
+            for each, net in ((expected, alone), (optimizer, engine)):
+                each.zero_grad(set_to_none=step % 2 == 0)
+                net(images).square().mean().backward()
+                each.step()
+            for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                assert mine.grad is not None and mine.grad.stride() == mine.stride()
+                assert torch.allclose(mine, theirs, atol=1e-6)
+
+    mixed = convolutions() if rank else convolutions().to(memory_format=torch.contiguous_format)
+    with pytest.raises(pycomm.CollectiveMismatchError, match=r"'0.weight: .*, dimensions \[0, 2, 3, 1\] in memory'"):
+        pycomm.DistributedDataParallel(mixed)
+    engine = pycomm.DistributedDataParallel(convolutions())
+    engine.to(memory_format=torch.contiguous_format)
+    with pytest.raises(pycomm.ConfigError, match="memory format: 0.weight, 2.weight"):
+        engine(images)
 
 
 class Raises(torch.autograd.Function):
@@ -93,6 +133,64 @@ def goes_on_after_a_pass_that_raised(rank: int) -> None:
             torch.testing.assert_close(mine.grad, its.grad)
         norm = torch.nn.utils.get_total_norm([its.grad for its in alone.parameters()])
         torch.testing.assert_close(ddp.clip_grad_norm_(1e9), norm)
+
+
+def optimizer_goes_on_after_a_pass_that_raised(rank: int) -> None:
+    """In any pass of several that add up, also where no step has been made in between."""
+    alone, model = mlp(), mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = pycomm.DistributedOptimizer(sgd, model.named_parameters(), bucket_bytes=64, backward_passes_per_step=2)
+    inputs = torch.randn(4, 3)
+    for raising in ([], [0], [1], [0, 1], []):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        for micro in range(2):
+            if micro in raising:
+                kept = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+                Raises.is_told = True
+                with pytest.raises(ValueError, match="on purpose"):
+                    model[2](Raises.apply(model[1](model[0](inputs)))).sum().backward()
+                Raises.is_told = False
+                for parameter, before in zip(model.parameters(), kept, strict=True):
+                    parameter.grad = before
+            for net in (model, alone):
+                net(inputs + micro).square().mean().backward()
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            pycomm.all_reduce_mean(its.grad)
+            torch.testing.assert_close(mine.grad, its.grad)
+        optimizer.step()
+        alone.load_state_dict(model.state_dict())
+
+
+def trains_in_eval_mode(rank: int) -> None:
+    """As who tunes a model with the statistics of its BatchNorms fixed; one rank may also evaluate alone."""
+    alone, net, inputs = mlp(), mlp(), torch.randn(4, 3)
+    net[0].bias.requires_grad_(False)
+    ddp = pycomm.DistributedDataParallel(net, bucket_bytes=64).eval()
+    for step in range(4):
+        ddp.zero_grad()
+        alone.zero_grad()
+        if rank == step % 2:
+            ddp(inputs)  # evaluates
+        if step == 1:
+            with pytest.raises(ValueError, match="on purpose"):
+                Raises.is_told = True
+                Raises.apply(ddp(inputs)).sum().backward()
+            Raises.is_told = False
+        for model in (ddp, alone):
+            model(inputs).square().mean().backward()
+        for mine, its in zip(net.parameters(), alone.parameters(), strict=True):
+            pycomm.all_reduce_mean(its.grad)
+            if mine is not net[0].bias:
+                torch.testing.assert_close(mine.grad, its.grad)
+    net.requires_grad_(False)
+    ddp(inputs.requires_grad_()).sum().backward()
+    assert inputs.grad is not None, "freezing is not refused: an adversarial example"
+    net[0].bias.requires_grad_(True)
+    with pytest.raises(pycomm.ConfigError, match=r"were unfrozen .* would not be averaged: 0.bias\. Wrap"):
+        ddp(inputs)
+    with torch.no_grad():
+        ddp(inputs)
 
 
 def a_child_that_is_called_module(rank: int) -> None:
@@ -315,7 +413,7 @@ def cast_after_wrapping(rank: int) -> None:
         inputs = torch.full((1, 3), 1.0 + rank)
         ddp(inputs).sum().backward()
         ddp.bfloat16()
-        with pytest.raises(pycomm.ConfigError, match=r"dtype or device: 0.bias, 0.weight"):
+        with pytest.raises(pycomm.ConfigError, match=r"dtype, device or memory format: 0.bias, 0.weight"):
             ddp(inputs.bfloat16())
         ddp.float()
         if not is_kept:

@@ -326,11 +326,13 @@ def mistakes_job(rank: int) -> None:
         if rank == 1:
             model[0].bias = nn.Parameter(torch.zeros(2))
         error = pycomm.ConfigError if rank == 1 else pycomm.CollectiveMismatchError
-        with pytest.raises(error, match="requires_grad, dtype or device: 0.bias" if rank == 1 else r"rank 1: barrier"):
+        with pytest.raises(
+            error, match="requires_grad, dtype, device or memory format: 0.bias" if rank == 1 else r"rank 1: barrier"
+        ):
             ddp(torch.ones(2, 2)).sum().backward()
         if rank != 1:  # the same change everywhere is that error everywhere
             model[0].bias = nn.Parameter(torch.zeros(2))
-        with pytest.raises(pycomm.ConfigError, match=r"requires_grad, dtype or device: 0.bias"):
+        with pytest.raises(pycomm.ConfigError, match=r"requires_grad, dtype, device or memory format: 0.bias"):
             ddp(torch.ones(2, 2))
     with pytest.raises(pycomm.ConfigError, match="does not make the 3 ranks"):
         pycomm.Mesh(dp=2, tp=2)
