@@ -90,6 +90,20 @@ class Shift(nn.Module):
         return (tokens + 1) % 11
 
 
+class Forces(nn.Module):
+    """Computes with the gradient of an energy, by which the weights are trained too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.energy(x)
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return x + energy + forces
+
+
 def small_layers(case: str) -> list[nn.Module]:
     """Returns eight layers, equal each time, changed as ``case`` says."""
     torch.manual_seed(3)
@@ -97,6 +111,8 @@ def small_layers(case: str) -> list[nn.Module]:
     layers = [nn.Embedding(11, 6), *inner, Twice(6), nn.Linear(6, 11, bias=False)]
     if case == "in place":  # wherever the model is cut
         layers = [nn.Embedding(11, 6), *(nn.Sequential(Doubles(), each[0]) for each in inner), Doubles(), layers[-1]]
+    if case == "forces":
+        layers[2:7:2] = [Forces(6) for _ in range(3)]
     if case.startswith("tied"):
         layers[-1].weight = layers[0].weight
     frozen = {"tied and frozen": [layers[0]], "frozen first": layers[:1], "frozen stage": layers[:6],
@@ -152,15 +168,16 @@ def loss_of_words(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def gradients_job(rank: int) -> None:
     cases = ("plain", "tied", "tied and frozen", "frozen first", "frozen stage", "frozen last", "biases alone",
-             "computed weights", "replaced forward", "hooks", "whole numbers", "in place")  # fmt: skip
+             "computed weights", "replaced forward", "hooks", "whole numbers", "in place", "forces")  # fmt: skip
     for case in cases:
         split = [1, 8] if case == "whole numbers" else [5, 3]
         for schedule, options in (("one_f_one_b", {"split": split}), ("zero_bubble", {"split": split}), ("zbv", {})):
             mistakes = gradient_mistakes(case, steps=2, schedule=schedule, **options)
             assert mistakes == {}, (case, schedule)
     for schedule in SCHEDULES.names():
-        mistakes = gradient_mistakes("in place", schedule=schedule, is_checkpointed=True)
-        assert mistakes == {}, (schedule, "in place, checkpointed")
+        for case in ("in place", "forces"):
+            mistakes = gradient_mistakes(case, schedule=schedule, is_checkpointed=True)
+            assert mistakes == {}, (schedule, case, "checkpointed")
     for schedule in ("one_f_one_b", "zero_bubble"):
         for is_checkpointed in (False, True):
             with torch.autocast("cpu", torch.bfloat16):

@@ -6,7 +6,8 @@ their input alone and leave what the weight's needs to a ``Deferred``, so that W
 (norms, embeddings, convolutions) have their weights' gradients in I(m): they are correct and less is put off. That is
 how the authors of Zero Bubble do it (sail-sg/zero-bubble-pipeline-parallelism, WeightGradStore).
 The weight is not part of the graph then: W(m) gives autograd the weight's gradient as that of a graph of its own, whose
-end adds it to ``.grad`` and runs the hooks on the weight.
+end adds it to ``.grad`` and runs the hooks on the weight. A run of ``autograd.grad``, such as for forces or a gradient
+penalty inside a layer's forward function, leaves nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
+
+from ...reducer.graph import accumulates
 
 __all__ = ["Deferred", "defer_linears"]
 
@@ -138,6 +141,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (inputs,) = ctx.saved_tensors
-        ctx.deferred.take(_Kept(ctx.used, inputs, gradient))
+        if accumulates(ctx.next_functions[1:2]):  # into the mark, so into the weights
+            ctx.deferred.take(_Kept(ctx.used, inputs, gradient))
         of_inputs = gradient @ ctx.used.weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         return of_inputs, None, None, None
