@@ -27,6 +27,10 @@ def passes_job(rank: int) -> None:
         dataclasses_come_out,
         shared,
         changed_in_place,
+        forces_inside,
+        accumulated_before_an_error,
+        set_to_zero_and_not_to_none,
+        parameters_that_come_out,
     ):
         torch.manual_seed(3)
         check(rank)
@@ -73,6 +77,117 @@ def shared(rank: int) -> None:
         fsdp(inputs).sum().backward()
         expected = [p.grad.reshape(-1) for _, p in alone.named_parameters(remove_duplicate=False)]
         torch.testing.assert_close(whole_gradient(fsdp), torch.cat(expected))
+
+
+class Forces(nn.Module):
+    """Computes with the gradient of an energy, by which the weights are trained too, and goes on after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.energy(x)
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return x + energy + self.scale * forces
+
+
+def forces_inside(rank: int) -> None:
+    alone, inputs = nn.Sequential(nn.Linear(6, 6), Forces(), Forces(), nn.Linear(6, 6)), torch.randn(3, 6)
+    for strategy, wrap, finds_unused in itertools.product(
+        STRATEGIES, (None, Forces, nn.Linear, (Forces, nn.Linear)), (False, True)
+    ):
+        fsdp = pycomm.FullyShardedDataParallel(
+            copy.deepcopy(alone), strategy=strategy, wrap=wrap, find_unused_parameters=finds_unused
+        )
+        for is_training in (True, False, True):
+            results = []
+            for model in (alone, fsdp):
+                model.train(is_training).zero_grad()
+                results.append(model(inputs))
+                if is_training:
+                    results[-1].square().sum().backward()
+            torch.testing.assert_close(results[1], results[0])
+        expected = torch.cat([p.grad.reshape(-1) for p in alone.parameters()])
+        torch.testing.assert_close(whole_gradient(fsdp), expected, msg=str((strategy, wrap, finds_unused)))
+
+
+def accumulated_before_an_error(rank: int) -> None:
+    """After a pass that raised the gradients are those from before it, or what it had added to them; none is lost."""
+    inputs = torch.randn(4, 6)
+    for strategy in STRATEGIES:
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        fsdp = pycomm.FullyShardedDataParallel(model, strategy=strategy, wrap=nn.Linear, overlap=True)
+        gradients = []
+        for factor in (2, 1):
+            fsdp.zero_grad()
+            fsdp(factor * inputs).square().sum().backward()
+            gradients.append([p.grad.clone() for p in fsdp.parameters()])
+
+        def fail(_gradient: torch.Tensor) -> None:
+            raise ValueError("in the middle")
+
+        hidden = fsdp.module[0].register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+        with pytest.raises(ValueError, match="in the middle"):
+            fsdp(2 * inputs).square().sum().backward()
+        hidden.remove()
+        with torch.no_grad():
+            fsdp(inputs)  # puts an end to it
+        for (name, parameter), added, before in zip(fsdp.named_parameters(), *gradients, strict=True):
+            assert parameter.grad is not None, (strategy, name)
+            is_added = bool((parameter.grad - before).abs().max() > 1e-4) if before.numel() else False
+            assert not (is_added and name.startswith("0.")), (strategy, name)
+            torch.testing.assert_close(parameter.grad, before + added if is_added else before, msg=f"{strategy} {name}")
+
+
+def set_to_zero_and_not_to_none(rank: int) -> None:
+    """In the middle of an accumulation, which then begins anew with what comes after it."""
+    inputs = torch.randn(4, 6)
+    for strategy in STRATEGIES:
+        fsdp = pycomm.FullyShardedDataParallel(nn.Linear(6, 2), strategy=strategy)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+        fsdp(inputs).sum().backward()
+        expected = whole_gradient(fsdp)
+        with fsdp.no_sync():
+            fsdp(0 * inputs).sum().mul(0).backward()
+        optimizer.zero_grad(set_to_none=False)
+        fsdp(inputs).sum().backward()
+        torch.testing.assert_close(whole_gradient(fsdp), expected, msg=strategy)
+        with fsdp.no_sync():
+            fsdp(inputs).sum().mul(0).backward()
+        fsdp(inputs).sum().backward()
+        torch.testing.assert_close(whole_gradient(fsdp), 2 * expected, msg=f"{strategy}, zeros came")
+
+
+class Gives(nn.Module):
+    """A unit that gives a parameter away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> torch.Tensor:
+        return self.own
+
+
+class Taker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gives, self.layer = Gives(), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.gives())
+
+
+def parameters_that_come_out(rank: int) -> None:
+    """Hooks on them would add up from step to step."""
+    fsdp = pycomm.FullyShardedDataParallel(Taker(), strategy="shard_grad_op", wrap=Gives)
+    (full,) = (slot.full for unit in fsdp.units if unit.name == "gives" for flat in unit.flats for slot in flat.slots)
+    for _ in range(3):
+        fsdp(torch.ones(2, 3)).sum().backward()
+    assert not full._backward_hooks and len(full._post_accumulate_grad_hooks) == 1
 
 
 class Viewed(nn.Module):

@@ -121,6 +121,7 @@ class FlatParameter:
         self._out: torch.Tensor | None = None  # of a reduction, if it cannot be the shard's gradient itself
         self._result: torch.Tensor | None = None
         self._arrived: set[str] = set()  # parameters that have a gradient since the last reduction
+        self._written = 0  # the version of the buffer of gradients when one arrived last
         self._kept: torch.Tensor | None = None  # what the gradients were before this reduction
         self.slots = list(self._lay_out(named))
         self._count_parameters()
@@ -231,24 +232,37 @@ class FlatParameter:
         else:
             view.copy_(gradient)
         self._arrived.add(slot.name)
+        self._written = self._buffer()._version
         slot.full.grad = None
         self._count("gradients", -gradient.nbytes)
 
     def show_sums(self) -> None:
         """Called when gradients were left unreduced: their pieces get one, so that it shows if it is set to None."""
-        is_apart = self._is_cast or self.is_offloaded or self.layout.strategy.shards_gradients
         for slot in self.slots:
             if self.has(slot) and slot.piece.grad is None:
-                shown = (self._own_gradient() if is_apart else self._buffer()[self.own])[slot.kept]
-                slot.piece.grad = (shown.zero_() if is_apart else shown).view_as(slot.piece)
+                shown = (self._own_gradient() if self._is_apart else self._buffer()[self.own])[slot.kept]
+                slot.piece.grad = (shown.zero_() if self._is_apart else shown).view_as(slot.piece)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the pieces' gradients lie elsewhere than what has not been reduced."""
+        return self._is_cast or self.is_offloaded or self.layout.strategy.shards_gradients
 
     def forget_dropped(self) -> None:
-        """Forgets unreduced sums whose pieces' gradients were set to None since, as an optimizer's zero_grad() does."""
+        """Forgets what an optimizer's zero_grad() has dropped since: unreduced sums whose pieces' gradients are None,
+        or were set to zero where they lie; and gradients that were set aside.
+        """
         for slot in self.slots:
-            if self.has(slot) and slot.piece.grad is None:
+            if not self.has(slot):
+                continue
+            is_zero = slot.piece.grad is not None and not slot.piece.grad.any()
+            is_gone = slot.piece.grad is None or (
+                is_zero and not self._is_apart and self._written != self._buffer()._version
+            )
+            if is_gone:
                 self._arrived.discard(slot.name)
-                if self._kept is not None:
-                    self._kept[slot.kept].zero_()
+            if self._kept is not None and (is_gone or (is_zero and self._is_apart)):
+                self._kept[slot.kept].zero_()
         if not self._arrived:
             self._let_go()
 
@@ -301,7 +315,10 @@ class FlatParameter:
         self._result = None
 
     def drop(self) -> None:
-        """Forgets what has arrived; the pieces keep the gradients that they have."""
+        """Forgets what has arrived; the pieces have the gradients that they had before."""
+        for slot in self.slots:
+            if self._kept is not None and slot.piece.grad is not None:
+                slot.piece.grad.copy_(self._kept[slot.kept].view_as(slot.piece))
         self._let_go()
         for slot in self.slots:
             slot.full.grad = None

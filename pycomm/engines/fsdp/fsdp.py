@@ -234,10 +234,10 @@ class FullyShardedDataParallel(nn.Module):
         So does an optimizer's ``zero_grad()``, but for ``set_to_none=False``, which leaves the latter.
         """
         self._passes.reset()
-        super().zero_grad(set_to_none)
         for unit in self.units:
             for flat in unit.trained:
                 flat.drop()
+        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients down to a 2-norm of at most ``max_norm`` over the whole model; returns the norm it was.

@@ -12,7 +12,8 @@
 Its last gradient does not tell: a frozen or detached weight may yet be needed for the gradient of an input. But
 autograd runs what ran last first, so when a gradient reaches an output of a unit, units that ran after it are through.
 A pass with create_graph=True is followed by one that differentiates what it computed, at nodes that no output of a unit
-leads to. So nothing is freed from the one to the end of the other.
+leads to. So nothing is freed from the one to the end of the other. A run of autograd.grad in the middle of a forward
+pass (forces, penalties) reduces nothing, and leaves their parameters to the units that it is inside of.
 
 [Note: one order on every rank]
 Reductions are started in the reverse of the order in which rank 0 ran the units forward, whatever order they finish in;
@@ -39,6 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import pycomm
 
 from ...errors import CollectiveMismatchError, ConfigError
+from ...reducer.graph import Edges, accumulates
 from ...reducer.reduce import make
 from .flat import FlatParameter, Layout, Slot
 from .unit import Unit
@@ -76,10 +78,12 @@ class Passes:
         self._agreed_order = self._order  # and that of rank 0 in the first pass: reductions go by its reverse
         self._has_agreed = False
         self._running: list[int] = []  # the units of this forward pass
+        self._entered: list[int] = []  # those that it is inside of
         self._clock = 0  # counts starts and ends of units
         self._had_gradients = True  # the last pass
         self.is_awaited = False  # a backward pass that reduces, since a forward pass
         self._is_backward = False
+        self._accumulates = False  # this pass, as backward() does; False for autograd.grad
         self._has_graph = False  # this pass, which is then differentiated in the next one
         self._keeps = False  # what is gathered, until the end of this pass
         self._next = 0  # of the reversed order: the unit to reduce next
@@ -115,7 +119,7 @@ class Passes:
         if index == 0 and is_first_time:
             self.reset()
             self._expire_after_other_passes()
-            self._running = []
+            self._running, self._entered = [], []
             self._context = self._around()
             self._context.__enter__()
         self._start_gather(unit)
@@ -123,6 +127,7 @@ class Passes:
             if index not in self._running:
                 unit.start = self._tick()
             self._running.append(index)
+            self._entered.append(index)
             self._look_ahead(self._order, index)
         unit.wait_gathered()
         unit.show(True)
@@ -146,11 +151,14 @@ class Passes:
         if not (unit.has_begun and _is_inside_backward()):
             unit.show(False)
         if torch.is_grad_enabled():
-            hook = partial(self._before_backward, index)
             for tensor in _awaited(output, (args, kwargs)):
+                assert tensor.grad_fn is not None, "it arose here"
+                hook = partial(self._before_backward, index, tensor.grad_fn.next_functions)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if _is_inside_backward():
             return
+        if index in self._entered:
+            self._entered.remove(index)
         unit.end = self._tick()
         if not torch.is_grad_enabled() or (self._reshards and index != 0):
             unit.free()
@@ -185,11 +193,11 @@ class Passes:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, index: int, _gradient: torch.Tensor) -> None:
-        """Called when a gradient has reached an output of the unit."""
+    def _before_backward(self, index: int, edges: Edges, _gradient: torch.Tensor) -> None:
+        """Called when a gradient has reached an output of the unit, from which ``edges`` lead on."""
         unit = self.units[index]
         if not self._is_backward:
-            self._begin_backward()
+            self._begin_backward(accumulates(edges))
         if unit.expected and unit.is_complete:  # of an earlier use of its output; nothing of it is to be computed
             return
         self._free_past(unit)
@@ -205,17 +213,18 @@ class Passes:
         if self._keeps:
             return
         for unit in self.units:
-            if unit.has_begun and unit.is_complete and unit.start > reached.end:
+            if unit.has_begun and unit.is_complete and unit.start > reached.end and unit.index not in self._entered:
                 unit.has_begun = False
                 unit.show(False)
                 unit.free()
 
-    def _begin_backward(self) -> None:
-        self._begin()
+    def _begin_backward(self, accumulates: bool) -> None:
+        self._begin(accumulates)
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def _begin(self) -> None:
-        self._is_backward, self.is_awaited = True, False
+    def _begin(self, accumulates: bool = True) -> None:
+        self._is_backward, self._accumulates = True, accumulates
+        self.is_awaited &= not accumulates
         was, self._has_graph = self._has_graph, _is_inside_backward() and torch.is_grad_enabled()
         self._keeps = was or self._has_graph
         self._next = 0
@@ -229,7 +238,7 @@ class Passes:
     def _arrived(self, unit: Unit, flat: FlatParameter, slot: Slot, _parameter: torch.Tensor) -> None:
         """Autograd has finished the gradient at ``slot``."""
         if not self._is_backward:
-            self._begin_backward()
+            self._begin_backward(accumulates=True)
         if slot.name in unit.arrived:
             raise ConfigError(
                 f"backward: parameter {slot.name!r} got more than one gradient in a pass, and the first may be on its "
@@ -267,15 +276,15 @@ class Passes:
             if not self.is_enabled:
                 for flat in (flat for unit in self.units for flat in unit.trained):
                     flat.show_sums()
-            elif self._finds_unused or any(unit.arrived for unit in self.units):
+            elif self._accumulates and (self._finds_unused or any(unit.arrived for unit in self.units)):
                 self._reduce_rest()
             else:
                 self._agree_on_nothing()
         finally:
             for unit in self.units:
                 unit.has_begun = False
-                unit.show(False)
-                if not self._has_graph:
+                unit.show(unit.index in self._entered)
+                if not (self._has_graph or unit.index in self._entered):
                     unit.free()
 
     def reduce_now(self) -> None:
@@ -400,12 +409,13 @@ def _awaited(output: Any, inputs: Any) -> Iterator[torch.Tensor]:
     Of a view also what it is a view of, if that arose in the module: once the view has been changed in place, as by
     ``nn.ReLU(inplace=True)`` behind a linear layer, autograd comes by no other way.
     """
-    found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    # Not a leaf, which tells of itself, and on which a hook would stay for good.
+    found = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
     yield from found
     bases = {id(tensor._base): tensor._base for tensor in found if tensor._base is not None}
     if bases:
         given = {id(each if each._base is None else each._base) for each in _tensors(inputs)}
-        # A leaf's view autograd lets nobody change; and a hook on a leaf would stay for good.
+        # A leaf's view autograd lets nobody change.
         yield from (base for number, base in bases.items() if number not in given and base.grad_fn is not None)
 
 
