@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import pycomm
 
@@ -79,6 +80,12 @@ def check_same_model(
             f"{what}: expected parameters that are trained here alone, got some that were also in a module which has "
             f"been sharded, and has others now: {', '.join(left[:_NAMED])}. Shard modules with tied weights in one "
             f"engine, and make optimizers after sharding"
+        )
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(
+            f"{what}: expected parameters that have their shapes, got some of lazy modules, which get them in their "
+            f"first forward pass: {', '.join(lazy[:_NAMED])}; run the module once before"
         )
     described = [_describe(name, tensor, by_memory) for name, tensor in tensors]
     digest = int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little")

@@ -28,12 +28,17 @@ def check_writable(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def make_equal(buffers: Iterable[torch.Tensor], mode: str | None, group: pycomm.Group, group_src: int = 0) -> None:
-    """What an engine's ``buffers=`` says: "broadcast" those of rank ``group_src``, "average" them, or None: neither."""
+def make_equal(
+    buffers: Iterable[torch.Tensor], mode: str | None, group: pycomm.Group, group_src: int = 0, share: float = 1.0
+) -> None:
+    """What an engine's ``buffers=`` says: "broadcast" those of rank ``group_src``, "average" them, or None: neither.
+
+    ``share``: how much those of this rank count in the average, 0 for one that has no data; the ranks' mean is 1.
+    """
     if mode == "broadcast":
         broadcast_tensors(buffers, group, group_src)
     elif mode == "average":
-        average_tensors(buffers, group)
+        average_tensors(buffers, group, group_src, share)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: pycomm.Group, group_src: int = 0) -> None:
@@ -44,13 +49,20 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: pycomm.Group, grou
         _copy_back(alike, flat)
 
 
-def average_tensors(tensors: Iterable[torch.Tensor], group: pycomm.Group) -> None:
-    """Replaces floating-point and complex tensors by their mean over the ranks; the others by rank 0's."""
+def average_tensors(
+    tensors: Iterable[torch.Tensor], group: pycomm.Group, group_src: int = 0, share: float = 1.0
+) -> None:
+    """Replaces floating-point and complex tensors by their mean over the ranks; the others by rank ``group_src``'s.
+
+    ``share`` is that of ``make_equal``.
+    """
     tensors = list(tensors)
     has_mean = [each.is_floating_point() or each.is_complex() for each in tensors]
-    broadcast_tensors([each for each, has in zip(tensors, has_mean) if not has], group)
+    broadcast_tensors([each for each, has in zip(tensors, has_mean) if not has], group, group_src)
     for alike in _alike(each for each, has in zip(tensors, has_mean) if has):
         flat = _joined(alike)
+        if share != 1.0:
+            flat = flat.mul_(share) if share else flat.zero_()  # NaN too
         pycomm.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, pycomm.ReduceOp.AVG, group)
         _copy_back(alike, flat)
 

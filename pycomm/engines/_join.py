@@ -42,7 +42,7 @@ class Join:
         ddp = self._ddp
         while (others := self._tell(_ENDED)) != _ENDED:
             if others == _FORWARD:
-                ddp.prepare_step(self._source)
+                ddp.prepare_step(self._source, is_joined=True)
             elif others == _REDUCTION:
                 for parameter in ddp.module.parameters():
                     parameter.grad = None

@@ -31,7 +31,7 @@ from ._agreement import Roster, check_same_model, trained_parameters
 from ._buffers import broadcast_tensors, check_writable, make_equal
 from ._inside import mark_engine
 from ._join import Join
-from ._marks import forget_holders, refuse_cut
+from ._marks import forget_holders, refuse_cut, shards_of
 from ._names import keep_names
 from ._norms import norm_of
 
@@ -73,6 +73,12 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         if buffers not in ("broadcast", "average", None):
             raise ConfigError(f"buffers: expected 'broadcast', 'average' or None, got {buffers!r}")
+        sharded = [name for name, each in module.named_parameters() if shards_of(each) is not None]
+        if sharded:
+            raise ConfigError(
+                f"DistributedDataParallel: expected a module that is not sharded, got one with shards of "
+                f"{', '.join(sharded[:4])}, whose gradients come by their engine; take strategy='hybrid_shard' there"
+            )
         self.module = module
         self.group = pycomm.get_group(group)
         self.buffers_mode = buffers
@@ -140,13 +146,15 @@ class DistributedDataParallel(nn.Module):
         if self.reducer.is_enabled:
             self.prepare_step(source)
 
-    def prepare_step(self, source: int) -> None:
-        """What all ranks do together before a forward pass; buffers are rank ``source``'s.
+    def prepare_step(self, source: int, *, is_joined: bool = False) -> None:
+        """What all ranks do together before a forward pass; buffers are rank ``source``'s, or the mean of those of the
+        ranks that have data: not of this one, if it ``is_joined``.
 
         Not those of a second one before ``backward()``, where autograd may yet need what the first one had.
         """
         if self.reducer.prepare():
-            make_equal(self.module.buffers(), self.buffers_mode, self.group, source)
+            share = 0.0 if is_joined else self.reducer.scale
+            make_equal(self.module.buffers(), self.buffers_mode, self.group, source, share)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -66,11 +66,11 @@ class _Distributed(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, ``step()`` takes the gradients as they are."""
-        self._pycomm_is_skipped = True
+        was, self._pycomm_is_skipped = self._pycomm_is_skipped, True
         try:
             yield
         finally:
-            self._pycomm_is_skipped = False
+            self._pycomm_is_skipped = was
 
 
 def DistributedOptimizer(

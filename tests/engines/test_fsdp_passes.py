@@ -30,7 +30,6 @@ def passes_job(rank: int) -> None:
         forces_inside,
         accumulated_before_an_error,
         set_to_zero_and_not_to_none,
-        parameters_that_come_out,
     ):
         torch.manual_seed(3)
         check(rank)
@@ -159,35 +158,6 @@ def set_to_zero_and_not_to_none(rank: int) -> None:
             fsdp(inputs).sum().mul(0).backward()
         fsdp(inputs).sum().backward()
         torch.testing.assert_close(whole_gradient(fsdp), 2 * expected, msg=f"{strategy}, zeros came")
-
-
-class Gives(nn.Module):
-    """A unit that gives a parameter away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(3))
-
-    def forward(self) -> torch.Tensor:
-        return self.own
-
-
-class Taker(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gives, self.layer = Gives(), nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x * self.gives())
-
-
-def parameters_that_come_out(rank: int) -> None:
-    """Hooks on them would add up from step to step."""
-    fsdp = pycomm.FullyShardedDataParallel(Taker(), strategy="shard_grad_op", wrap=Gives)
-    (full,) = (slot.full for unit in fsdp.units if unit.name == "gives" for flat in unit.flats for slot in flat.slots)
-    for _ in range(3):
-        fsdp(torch.ones(2, 3)).sum().backward()
-    assert not full._backward_hooks and len(full._post_accumulate_grad_hooks) == 1
 
 
 class Viewed(nn.Module):

@@ -342,7 +342,10 @@ class FullyShardedDataParallel(nn.Module):
     def _check_unchanged(self, is_communicating: bool) -> None:
         strays = [name for unit in self.units for flat in unit.flats for name in flat.strays()]
         change = self._roster.change()
-        if not strays and not change:
+        hooked = [
+            slot.name for unit in self.units for flat in unit.flats for slot in flat.slots if has_hooks(slot.piece)
+        ]
+        if not strays and not change and not hooked:
             return
         wire = self._gathers or self._ranks.replicas
         if is_communicating and wire is not None:
@@ -352,6 +355,8 @@ class FullyShardedDataParallel(nn.Module):
                 f"forward: parameters were given other memory, by module.to() or .data: {', '.join(strays[:8])}; "
                 f"expected them in their shards. Move and cast a module before it is sharded; change values by copy_"
             )
+        if hooked:
+            raise _hooks_error("forward", hooked)
         raise ConfigError(
             f"forward: the module's parameters are not those that were sharded: {change}. Change a module before it "
             f"is sharded"
@@ -387,11 +392,15 @@ def _check_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer,
 def _check_hooks(named: list[tuple[str, nn.Parameter]]) -> None:
     hooked = [name for name, p in named if has_hooks(p)]
     if hooked:
-        raise ConfigError(
-            f"FullyShardedDataParallel: expected parameters without hooks, got some with hooks of the gradient: "
-            f"{', '.join(hooked[:8])}; modules compute with other tensors once they are sharded, so the hooks would "
-            f"not run. Remove them, and change p.grad after backward(), or outputs by hooks of modules"
-        )
+        raise _hooks_error("FullyShardedDataParallel", hooked)
+
+
+def _hooks_error(where: str, hooked: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{where}: expected parameters without hooks, got some with hooks of the gradient: "
+        f"{', '.join(hooked[:8])}; modules compute with other tensors once they are sharded, so the hooks would "
+        f"not run. Remove them, and change p.grad after backward(), or outputs by hooks of modules"
+    )
 
 
 def _check_choices(shards_parameters: bool, offload: Any, buffers: Any, prefetch: int) -> None:

@@ -142,12 +142,13 @@ class States:
             if not here and any(self._is_ambiguous(parameter, value) for value in values.values()):
                 shapes = shapes or _state_of_zeros(optimizer)
                 here = shapes[parameter]
-            loaded[parameter] = {
+            local = {
                 key: self._local(parameter, value, name).clone()
                 if self._is_whole(parameter, value, here.get(key))
                 else deepcopy(value)
                 for key, value in values.items()
             }
+            loaded[parameter] = {key: _fitted(parameter, name, groups, key, each) for key, each in local.items()}
         for group, saved in zip(optimizer.param_groups, groups):
             group.update(deepcopy({key: value for key, value in saved.items() if key != "params"}))
         for parameter, values in loaded.items():
@@ -246,6 +247,14 @@ class States:
 
     def _is_for(self, rank: int | None) -> bool:
         return rank is None or all(each == rank for each in self._ranks)
+
+
+def _fitted(parameter: torch.Tensor, name: str, groups: Sequence[Any], key: str, value: Any) -> Any:
+    """Returns ``value`` on the device and of the dtype that torch's ``Optimizer.load_state_dict`` would give it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    fit: Any = torch.optim.Optimizer._process_value_according_to_param_policy
+    return fit(parameter, value, name, groups, key)
 
 
 def _state_of_zeros(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:

@@ -32,11 +32,13 @@ class StepCheck:
         self._schedule, self._stages, self._group, self._beside = schedule, stages, group, beside
         self._roster = Roster(self._parameters)
 
-    def agree(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> None:
+    def agree(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, *, is_training: bool = False) -> None:
         """Returns if all ranks can begin; raises ConfigError, on every rank, with what each of them lacks."""
         last = self._schedule.stages - 1
         mistakes = [
-            self._of_batch(inputs, "inputs", 0), self._of_batch(targets, "targets", last), self._of_parameters()
+            self._of_batch(inputs, "inputs", 0), self._of_batch(targets, "targets", last), self._of_parameters(),
+            "gradients are off, by torch.no_grad(); call evaluate() for the loss alone"
+            if is_training and not torch.is_grad_enabled() else "",
         ]  # fmt: skip
         mistake = "; ".join(filter(None, mistakes))
         rows = [0 if batch is None or stage not in self._stages or batch.dim() == 0 else len(batch)

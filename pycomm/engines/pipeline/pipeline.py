@@ -143,7 +143,7 @@ class Pipeline:
         parameters are others than at the beginning. What a layer or the loss raises on one rank it raises there, and
         PycommError with it on all others; zero the gradients then, and a later step can be made.
         """
-        self._check.agree(inputs, targets)
+        self._check.agree(inputs, targets, is_training=True)
         earlier = self._set_tied_gradients_aside()
         try:
             run = self._run(inputs, targets, self.lowered.rows[self.group.rank])
@@ -315,13 +315,14 @@ class Pipeline:
 
     def _mean_loss(self) -> torch.Tensor:
         last = self.schedule.stages - 1
-        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        told = torch.zeros(2, dtype=torch.float64, device=self._device)  # the loss, and whether it is a double
         if last in self.stages:
             losses = self.stages[last].losses
-            total = torch.stack(losses).sum().float()
+            total = torch.stack(losses).sum()
+            told[0], told[1] = total, total.dtype == torch.float64
             losses.clear()
-        pycomm.broadcast(total, group=self.group, group_src=self.schedule.placement[last])
-        return total
+        pycomm.broadcast(told, group=self.group, group_src=self.schedule.placement[last])
+        return told[0] if told[1] else told[0].float()
 
 
 def _check_schedule(schedule: Schedule, group: pycomm.Group) -> None:

@@ -81,9 +81,17 @@ class Stage:
             output = checkpoint(lambda kept: self.module(kept.clone()), inputs, use_reentrant=False)
         else:
             output = self.module(_Entry.apply(inputs) if self.index > 0 else inputs)  # type: ignore[no-untyped-call]
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"Pipeline: the last layer of stage {self.index} returned a {type(output).__name__}, expected one "
+                f"tensor, which the next stage or the loss is given; put a layer around it that returns one"
+            )
         result: torch.Tensor = output.detach()
         if self._loss is not None and target is not None:
-            output = self._loss(output, target) * share
+            loss = self._loss(output, target)
+            if not isinstance(loss, torch.Tensor):
+                raise ConfigError(f"Pipeline: loss: expected a function that returns a scalar tensor, got {loss!r}")
+            output = loss * share
             if torch.is_grad_enabled() and not output.requires_grad:
                 raise ConfigError(
                     f"Pipeline: the loss of stage {self.index} depends on nothing that requires a gradient, expected "
