@@ -21,6 +21,10 @@ def keep_names(wrapper: nn.Module) -> None:
 
 def _without_wrapper(_module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
     _rename(state, prefix + _WRAPPED, prefix)
+    versions = getattr(state, "_metadata", {})  # of modules; those by the wrapper's names it takes itself
+    inner = (prefix + _WRAPPED).removesuffix(".")
+    found = {name: each for name, each in versions.items() if name == inner or name.startswith(inner + ".")}
+    versions.update({(prefix + name[len(inner) + 1 :]).removesuffix("."): each for name, each in found.items()})
 
 
 def _rename(state: dict[str, Any], old: str, new: str) -> None:

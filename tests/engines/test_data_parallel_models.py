@@ -1,4 +1,4 @@
-"""Models and uses that are not plain: other memory formats, buffers in join(), hooks, states, and what engines refuse."""
+"""Models and uses that are not plain: memory formats, buffers in join(), hooks, states, and what engines refuse."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -51,9 +51,6 @@ def several_passes(rank: int) -> None:
     loss_of(fsdp, inputs, targets)
     fsdp.zero_grad()
 
-    def fail(_gradient: torch.Tensor) -> None:
-        raise ValueError("in the middle")
-
     hidden = fsdp.module[2].register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
     with pytest.raises(ValueError, match="in the middle"):
         loss_of(fsdp, inputs, targets).backward()
@@ -78,6 +75,10 @@ def shared(rank: int) -> None:
         torch.testing.assert_close(whole_gradient(fsdp), torch.cat(expected))
 
 
+def fail(_gradient: torch.Tensor) -> None:
+    raise ValueError("in the middle")
+
+
 class Forces(nn.Module):
     """Computes with the gradient of an energy, by which the weights are trained too, and goes on after that."""
 
@@ -89,6 +90,10 @@ class Forces(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
         energy = self.energy(x)
+        hook = x.register_hook(fail)
+        with suppress(ValueError):  # a run that ends in the middle
+            torch.autograd.grad(energy.sum(), x, retain_graph=True)
+        hook.remove()
         (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
         return x + energy + self.scale * forces
 
@@ -124,9 +129,6 @@ def accumulated_before_an_error(rank: int) -> None:
             fsdp.zero_grad()
             fsdp(factor * inputs).square().sum().backward()
             gradients.append([p.grad.clone() for p in fsdp.parameters()])
-
-        def fail(_gradient: torch.Tensor) -> None:
-            raise ValueError("in the middle")
 
         hidden = fsdp.module[0].register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
         with pytest.raises(ValueError, match="in the middle"):

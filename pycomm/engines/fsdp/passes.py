@@ -83,8 +83,9 @@ class Passes:
         self._had_gradients = True  # the last pass
         self.is_awaited = False  # a backward pass that reduces, since a forward pass
         self._is_backward = False
+        self._end: Callable[[], Any] = lambda: None  # what ends the backward pass, a weak reference
         self._accumulates = False  # this pass, as backward() does; False for autograd.grad
-        self._has_graph = False  # this pass, which is then differentiated in the next one
+        self._has_graph = False  # this pass, or one of autograd.grad before it, which backward() then differentiates
         self._keeps = False  # what is gathered, until the end of this pass
         self._next = 0  # of the reversed order: the unit to reduce next
         self._reducing: list[Unit] = []
@@ -117,9 +118,9 @@ class Passes:
         unit = self.units[index]
         is_first_time = not _is_inside_backward()  # else it is computed again for a checkpoint
         if index == 0 and is_first_time:
+            self._running, self._entered = [], []
             self.reset()
             self._expire_after_other_passes()
-            self._running, self._entered = [], []
             self._context = self._around()
             self._context.__enter__()
         self._start_gather(unit)
@@ -196,8 +197,7 @@ class Passes:
     def _before_backward(self, index: int, edges: Edges, _gradient: torch.Tensor) -> None:
         """Called when a gradient has reached an output of the unit, from which ``edges`` lead on."""
         unit = self.units[index]
-        if not self._is_backward:
-            self._begin_backward(accumulates(edges))
+        self._begin_backward(partial(accumulates, edges))
         if unit.expected and unit.is_complete:  # of an earlier use of its output; nothing of it is to be computed
             return
         self._free_past(unit)
@@ -218,15 +218,21 @@ class Passes:
                 unit.show(False)
                 unit.free()
 
-    def _begin_backward(self, accumulates: bool) -> None:
-        self._begin(accumulates)
-        Variable._execution_engine.queue_callback(self._end_of_backward)
+    def _begin_backward(self, accumulates: Callable[[], bool]) -> None:
+        """Without effect in a pass that has begun."""
+        if self._is_backward and self._end() is None:  # one that raised, of which autograd let go
+            self.reset()
+        if not self._is_backward:
+            self._begin(accumulates())
+            end = self._end_of_backward
+            self._end = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
 
     def _begin(self, accumulates: bool = True) -> None:
         self._is_backward, self._accumulates = True, accumulates
         self.is_awaited &= not accumulates
-        was, self._has_graph = self._has_graph, _is_inside_backward() and torch.is_grad_enabled()
-        self._keeps = was or self._has_graph
+        had, has = self._has_graph, _is_inside_backward() and torch.is_grad_enabled()
+        self._keeps, self._has_graph = had or has, has or (had and not accumulates)
         self._next = 0
         self._missing = {}
         for unit in self.units:
@@ -237,8 +243,7 @@ class Passes:
 
     def _arrived(self, unit: Unit, flat: FlatParameter, slot: Slot, _parameter: torch.Tensor) -> None:
         """Autograd has finished the gradient at ``slot``."""
-        if not self._is_backward:
-            self._begin_backward(accumulates=True)
+        self._begin_backward(lambda: True)
         if slot.name in unit.arrived:
             raise ConfigError(
                 f"backward: parameter {slot.name!r} got more than one gradient in a pass, and the first may be on its "
@@ -282,10 +287,15 @@ class Passes:
                 self._agree_on_nothing()
         finally:
             for unit in self.units:
-                unit.has_begun = False
-                unit.show(unit.index in self._entered)
-                if not (self._has_graph or unit.index in self._entered):
-                    unit.free()
+                self._leave(unit, frees=not self._has_graph)
+
+    def _leave(self, unit: Unit, frees: bool = True) -> None:
+        """Ends what a backward pass did in the unit; if a forward pass is inside of it, that goes on."""
+        unit.has_begun = False
+        is_entered = unit.index in self._entered
+        unit.show(is_entered)
+        if frees and not is_entered:
+            unit.free()
 
     def reduce_now(self) -> None:
         """Reduces what has accumulated, outside of a backward pass. Called by every rank."""
@@ -325,9 +335,7 @@ class Passes:
             for work in unit.reductions:
                 work.wait()
             unit.reductions = []
-            unit.has_begun = False
-            unit.show(False)
-            unit.free()
+            self._leave(unit, frees=self._accumulates or not self._has_graph)
             for flat in unit.trained:
                 flat.drop()
         self._reducing = []

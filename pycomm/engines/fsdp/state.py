@@ -57,7 +57,11 @@ class States:
             whole.update(self._whole(flat, {id(slot.piece): slot.piece for slot in flat.slots}, rank))
         if not self._is_for(rank):
             return {}
-        return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in self._named()}
+        state = OrderedDict(
+            (name, whole[id(each)] if id(each) in whole else each.detach().clone()) for name, each in self._named()
+        )
+        state._metadata = self._listed_state()._metadata  # type: ignore[attr-defined]  # the modules' versions
+        return state
 
     def localize(self, state: dict[str, Any], prefix: str) -> None:
         """Replaces the parameters of ``state`` by what of them belongs on this rank. Raises CheckpointError."""
@@ -70,12 +74,14 @@ class States:
 
         Modules may change names there, as those do that stand around others to checkpoint them.
         """
+        return [(name, each) for name, each in self._listed_state().items() if isinstance(each, torch.Tensor)]
+
+    def _listed_state(self) -> Any:
         self.is_listing = True
         try:
-            state = self._module.state_dict(keep_vars=True)
+            return self._module.state_dict(keep_vars=True)
         finally:
             self.is_listing = False
-        return [(name, each) for name, each in state.items() if isinstance(each, torch.Tensor)]
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
