@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import pycomm
 from harness import run_ranks
@@ -260,6 +261,18 @@ def optimizer_state_with_named_tuples(rank: int) -> None:
 
 
 def sharded_engines_are_freed(rank: int) -> None:
+    engines = [pycomm.FullyShardedDataParallel(mlp())]
+
+    def drop(*_: object) -> None:
+        engines.clear()
+        gc.collect()
+
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        dropping = register(drop)  # in the middle of a step, while torch goes through its hooks
+        engines.append(pycomm.FullyShardedDataParallel(mlp()))
+        torch.optim.SGD(mlp().parameters(), lr=0.1).step()
+        assert not engines
+        dropping.remove()
     for strategy in ("no_shard", "full_shard"):
         net = mlp()
         engine = pycomm.FullyShardedDataParallel(net, strategy=strategy)

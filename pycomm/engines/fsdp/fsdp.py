@@ -13,6 +13,7 @@ One path serves all: ``flat.py`` holds a unit's parameters, shard and gradients,
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -113,10 +114,8 @@ class FullyShardedDataParallel(nn.Module):
         self._roster = Roster(module.named_parameters)
         self._measures_activations = measures_activations
         self._is_offloaded = offload is not None
-        counting = register_optimizer_step_post_hook(partial(_count_optimizer, weakref.ref(self)))
-        checking = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self)))
-        weakref.finalize(self, counting.remove)
-        weakref.finalize(self, checking.remove)
+        _watch_optimizers()
+        _engines.add(self)
         self._states = States(module, self.units, self._ranks)
         keep_names(self)
         mark_engine(module, self)
@@ -379,14 +378,26 @@ def fully_shard(module: nn.Module, group: Any = None, **options: Any) -> FullySh
     return FullyShardedDataParallel(module, group, **options)
 
 
-def _count_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-    if (found := engine()) is not None:
-        found.count_optimizer(optimizer)
+_engines: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 
 
-def _check_optimizer(engine: weakref.ref[Any], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-    if (found := engine()) is not None:
-        found.check_optimizer(optimizer)
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once for all engines, and for good: an engine may be collected in the middle of a step, while torch goes through
+    its hooks.
+    """
+    register_optimizer_step_post_hook(_count_optimizer)
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _count_optimizer(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    for engine in list(_engines):
+        engine.count_optimizer(optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    for engine in list(_engines):
+        engine.check_optimizer(optimizer)
 
 
 def _check_hooks(named: list[tuple[str, nn.Parameter]]) -> None:
