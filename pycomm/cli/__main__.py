@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error of pycomm or of the system (a file, a reader of the output that has gone) and Ctrl-C take one line, without
     a traceback.
     """
+    if sys.stdout is None:  # closed by who started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
     arguments = sys.argv[1:] if argv is None else list(argv)
     who = " ".join(["pycomm", *arguments[:1]])
     try:
@@ -61,14 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
-        return 128 + signal.SIGPIPE
+        return _output_has_gone()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # what rich makes of it
+            return _output_has_gone()
+        raise
     except OSError as error:
         print(f"{who}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{who}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _output_has_gone() -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+    return 128 + signal.SIGPIPE
 
 
 def _leave_last_words(error: PycommError) -> None:

@@ -105,9 +105,12 @@ def answers(job: Job) -> list[str | None]:
 
 def jobs_table(job: Job, told: Sequence[str | None]) -> Table:
     """Returns a row a rank and group: what it is in, since when, for whom it waits, and where its Python stands."""
+    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"job of {job.boards[0].world_size} ranks: {job.command}", title_justify="left", box=None)
+    title = Text(f"job of {job.boards[0].world_size} ranks: {job.command}")
+    table = Table(title=title, title_justify="left", box=None)
     for column in ("rank", "pid", "process", "group", "call", "for", "waits for", "Python"):
         table.add_column(column, overflow="fold")
     for board, answer in zip(job.boards, told, strict=True):
@@ -116,14 +119,16 @@ def jobs_table(job: Job, told: Sequence[str | None]) -> Table:
         groups: list[GroupOnBoard | None] = [each for each in board.groups() if each.is_open]
         for group in groups or [None]:
             cells, style = rank_cells(board, group)
-            table.add_row(*cells, line, style=style)
+            table.add_row(*cells, escape(line), style=style)
     return table
 
 
 def rank_cells(board: Board, group: GroupOnBoard | None) -> tuple[list[str], str]:
-    """Returns rank, pid, state, group, call, since when, whom it waits for; and the row's style."""
+    """Returns rank, pid, state, group, call, since when, whom it waits for, as rich's markup; and the row's style."""
+    from rich.markup import escape
+
     state = {"": "dead", "T": "stopped", "t": "stopped"}.get(board.state, "alive")
-    name = "-" if group is None else f"{group.name} ({group.transport})"
+    name = "-" if group is None else escape(f"{group.name} ({group.transport})")
     style = {"dead": "red", "stopped": "yellow"}.get(state, "")
     return [str(board.rank), str(board.pid), state, name, *_cells(board, group)], style
 

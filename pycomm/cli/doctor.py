@@ -89,7 +89,8 @@ def show_jobs(with_stacks: bool, pid: int | None = None, svg: str | None = None)
         console.print(_jobs.jobs_table(job, told))
         for group, waited_s, verdict in _jobs.verdicts(job):
             console.print(
-                f"\n[bold]group {group!r} has waited for {waited_s:.1f} s[/]: {escape(verdict.text)}", highlight=False
+                f"\n[bold]group {escape(repr(group))} has waited for {waited_s:.1f} s[/]: {escape(verdict.text)}",
+                highlight=False,
             )
         for board, answer in zip(job.boards, told, strict=True) if with_stacks else ():
             console.print(f"\nrank {board.rank} (pid {board.pid})", style="bold", highlight=False)

@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[2:] if argv is None else list(argv)
     options = parser.parse_args(arguments)
     nbytes = message_bytes("--bytes", options.bytes)
+    if nbytes == 0:
+        raise ConfigError(f"--bytes {options.bytes}: expected a message of some length, to measure bandwidth with")
     check_transport(options.transport)
     check_output("--svg", options.svg, (".svg",))
     launch = detect_launch()

@@ -138,14 +138,17 @@ def _classes_table(job: Job, rates: Rates) -> Table:
     for name in ("up to", "calls/s", "p50\nus", "p99\nus", "GB/s\nnow", "busbw\nGB/s"):
         table.add_column(name, justify="right")
     for entry in snapshot(board):
-        key = job.number, entry["group"], entry["verb"], entry["algorithm"], entry["max_bytes"]
+        key = job.number, entry["group"], entry["transport"], entry["verb"], entry["algorithm"], entry["max_bytes"]
         calls_per_s, _ = rates.of(key, entry["calls"])
         table.add_row(*_class_cells(entry, calls_per_s))
     return table
 
 
 def _class_cells(entry: CollectiveStats, calls_per_s: float) -> list[str]:
-    names = [entry["verb"].removesuffix("_single"), entry["group"], entry["algorithm"], entry["transport"]]
+    from rich.markup import escape
+
+    named = entry["verb"].removesuffix("_single"), entry["group"], entry["algorithm"], entry["transport"]
+    names = [escape(each) for each in named]
     times = [f"{entry['p50_us']:.1f}", f"{entry['p99_us']:.1f}"]
     bandwidths = [f"{entry['recent_algbw_gbps']:.2f}", f"{entry['busbw_gbps']:.2f}"]
     return [*names, format_bytes(entry["max_bytes"]), f"{calls_per_s:.0f}", *times, *bandwidths]

@@ -3,7 +3,8 @@
 Recording is a part of the call (``csrc/shm/board.h``); everything here happens when somebody asks.
 
 [Note: classes and quantiles]
-Calls are counted by group, verb, algorithm and size class (a power of four, in bytes). A class keeps sums, averages in
+Calls are counted by group, verb, algorithm and size class (a power of four, in bytes); groups of one name, as where one
+is closed and made again, count together. A class keeps sums, averages in
 which the last call counts 1/16, and a histogram of the times with eight buckets to the octave. A quantile is the middle
 of the bucket that it falls in: at most 6.7 % off, in constant memory, however many calls there were. The sliding window
 is what the board still holds: the last 4,096 calls of the process, at most ``WINDOW_S`` old.
@@ -81,15 +82,34 @@ def snapshot(board: Board | None = None) -> list[CollectiveStats]:
     scale = board.ns_per_tick
     windows = _windows(board.records())
     groups = {group.index: group for group in board.groups()}
-    entries = []
+    found: dict[tuple[str, str, str, str, int], tuple[Any, GroupOnBoard, _Window]] = {}
     for row in board.classes():
         key = int(row["key"])
         index, algorithm, code, size_class = key >> 32 & 0x7FFFFFFF, key >> 16 & 0xFF, key >> 8 & 0xFF, key & 0xFF
-        group, verb = groups[index], CALLS[code]
-        name = board.algorithm(algorithm)
+        group, verb, name = groups[index], CALLS[code], board.algorithm(algorithm)
         window = windows.get((index, verb, name, size_class), _Window())
-        entries.append(_entry(row, scale, group, verb, name, size_class, window))
+        if not row["wire_bytes"]:
+            row = row.copy()
+            row["wire_bytes"] = round(int(row["bytes"]) * busbw_factor(verb, group.world_size))
+        kind = group.name, group.transport, verb, name, size_class
+        if kind in found:
+            before, _, its_window = found[kind]
+            row, window = _together(before, row), _Window(*map(sum, zip(its_window, window)))
+        found[kind] = row, group, window
+    entries = [
+        _entry(row, scale, group, verb, name, size_class, window)
+        for (_, _, verb, name, size_class), (row, group, window) in found.items()
+    ]
     return sorted(entries, key=lambda each: (each["group"], each["verb"], each["max_bytes"], each["algorithm"]))
+
+
+def _together(one: Any, other: Any) -> Any:
+    """Returns the class of the calls of two."""
+    both = one.copy()
+    for field in set(both.dtype.names) - {"key", "most_ticks"}:
+        both[field] = one[field] + other[field]
+    both["most_ticks"] = max(one["most_ticks"], other["most_ticks"])
+    return both
 
 
 def _entry(
@@ -108,7 +128,7 @@ def _entry(
         max_bytes=0 if size_class == _EMPTY_CLASS else 4**size_class,
         calls=calls,
         bytes=nbytes,
-        wire_bytes=int(row["wire_bytes"]) or round(nbytes * factor),
+        wire_bytes=int(row["wire_bytes"]),
         total_us=total_ns / 1e3,
         mean_us=total_ns / 1e3 / calls,
         p50_us=p50,
@@ -209,7 +229,7 @@ def table(title: str = "collectives of this rank", board: Board | None = None) -
     for name, _ in _FIGURES:
         made.add_column(name, justify="right")
     for entry in entries:
-        made.add_row(*(cell(entry) for _, cell in (*columns, *_FIGURES)))
+        made.add_row(*(escape(cell(entry)) for _, cell in (*columns, *_FIGURES)))
     return made
 
 

@@ -23,7 +23,7 @@ from ..errors import TransportError
 from ..ops import native
 from ..transport._wording import CALLS, describe_call
 
-__all__ = ["Board", "CallRecord", "GroupOnBoard", "boards_of_host"]
+__all__ = ["Board", "CallRecord", "GroupOnBoard", "boards_of_host", "name_on_board"]
 
 # As csrc/shm/board.h has them.
 _HEADER = struct.Struct("<QQQQIIQQQQQIIQ")
@@ -63,9 +63,15 @@ _RECORD = np.dtype(
         ("peer", "<i4"),
     ]
 )
+_NAME_BYTES = _GROUP["name"].itemsize - 1  # the last one is 0
 _FAILED = 1
 _OPEN = 1
 _CLOCK_TRIES = 3
+
+
+def name_on_board(name: str) -> str:
+    """Returns as much of a group's name as a board has of it."""
+    return name.encode()[:_NAME_BYTES].decode(errors="ignore")
 
 
 class CallRecord(NamedTuple):
@@ -185,7 +191,7 @@ class Board:
                 found.append(
                     GroupOnBoard(
                         index=index,
-                        name=bytes(row["name"]).decode(errors="replace"),
+                        name=bytes(row["name"]).decode(errors="ignore"),  # it may be cut in the middle of a character
                         transport=bytes(row["transport"]).decode(errors="replace"),
                         members=int(row["members"]),
                         rank=int(row["rank"]),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..collectives.board import boards
 from ..ops import native
 from ..transport import _wording as wording
-from .boards import Board, GroupOnBoard
+from .boards import Board, GroupOnBoard, name_on_board
 from .gossip import Gossip
 from .standing import stacks, standing_of, standings_on
 from .verdict import Standing, Verdict, find_culprit
@@ -49,14 +49,12 @@ _callbacks: list[Callable[[Hang], None]] = []
 
 def on_hang(callback: Callable[[Hang], None]) -> Callable[[], None]:
     """Calls ``callback(hang)`` in the monitor's thread when a call has waited for ``hang_s``; returns its end."""
-    _callbacks.append(callback)
-    return lambda: _callbacks.remove(callback)
+    return _added(callback, _callbacks)
 
 
 def each_second(look: Callable[[], None]) -> Callable[[], None]:
     """Calls ``look()`` in the monitor's thread about once a second; returns what stops that."""
-    _looks.append(look)
-    return lambda: _looks.remove(look)
+    return _added(look, _looks)
 
 
 def before_stop(act: Callable[[], None]) -> None:
@@ -66,6 +64,24 @@ def before_stop(act: Callable[[], None]) -> None:
 
 _looks: list[Callable[[], None]] = []
 _at_end: list[Callable[[], None]] = []
+
+
+def _added(function: Any, functions: list[Any]) -> Callable[[], None]:
+    functions.append(function)
+
+    def remove() -> None:
+        with contextlib.suppress(ValueError):  # it has been
+            functions.remove(function)
+
+    return remove
+
+
+def _call(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls somebody's function. An observer may not end the job, nor keep others from being called."""
+    try:
+        function(*arguments)
+    except Exception:
+        _log.warning("pycomm.monitor: %r raised", function, exc_info=True)
 
 
 class _Watch:
@@ -116,7 +132,7 @@ class _Watch:
                 if time.monotonic() >= self._next_looks:
                     self._next_looks = time.monotonic() + _POLL_S
                     for look in list(_looks):
-                        look()
+                        _call(look)
             except Exception:  # an observer may not end the job, and has to go on answering
                 _log.debug("the monitor could not look at the boards", exc_info=True)
 
@@ -151,7 +167,7 @@ class _Watch:
                 verdict.text,
             )
             for callback in list(_callbacks):
-                callback(Hang(group.name, record.seq, waited_s, verdict))
+                _call(callback, Hang(group.name, record.seq, waited_s, verdict))
 
     def judge(self, group: GroupOnBoard, *, is_final: bool, is_patient: bool, failing: int = 0) -> Verdict:
         """Returns who keeps ``group`` waiting. Of a failure (``is_final``) the first rank's verdict is everybody's.
@@ -199,7 +215,7 @@ class _Watch:
         is_patient = kind in ("timeout", "mere timeout")
         try:
             for group in self.own.groups():
-                if group.is_open and (group.name, group.rank) == (place.group, place.rank):
+                if group.is_open and (group.name, group.rank) == (name_on_board(place.group), place.rank):
                     verdict = self.judge(group, is_final=is_final, is_patient=is_patient, failing=failing)
                     return "" if verdict.kind in ("idle", "unknown") else f"\nVerdict: {verdict.text}"
         except Exception:  # what is being raised matters more
@@ -220,7 +236,7 @@ def start(group: Group, store: Any, config: Config, host_ids: Sequence[str]) -> 
 def stop() -> None:
     """Ends the watch; called when the default group closes."""
     while _at_end:
-        _at_end.pop()()
+        _call(_at_end.pop())
     watch, _State.watch = _State.watch, None
     wording.explainers.clear()
     if watch is not None:

@@ -36,10 +36,11 @@ def hang(rank: int, path: str, python: str) -> str:
     folder = Path(path)
     pids = torch.zeros(3, dtype=torch.int64)
     pycomm.all_gather_single(pids, torch.tensor([os.getpid()]))
+    named = pycomm.new_group(group_desc="é[/x]" + "long" * 20)  # more than a board holds, and markup to rich
     if rank == 2:
         late_in_my_function(folder)
     said = ""
-    work = pycomm.all_reduce(torch.ones(5000), async_op=True)  # too long to be started: a thread waits in it
+    work = pycomm.all_reduce(torch.ones(5000), group=named, async_op=True)  # too long to be started: a thread waits
     if rank == 1:
         wait_until(is_in_a_call)
         (folder / "waits").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -120,13 +121,19 @@ def test_the_system_and_ctrl_c_take_one_line(
     assert capsys.readouterr().err == f"pycomm doctor: {said}\n"
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [sys.executable, "-m", "pycomm", "--version"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("command", ["--version", "plan ring 64"])  # the second prints by rich
+def test_a_reader_that_goes_away_is_no_error(command: str) -> None:
+    words = [sys.executable, "-m", "pycomm", *command.split()]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.wait(timeout=900) == 128 + signal.SIGPIPE
         assert process.stderr.read() == ""
+
+
+def test_output_that_is_closed_is_no_error() -> None:
+    command = ["sh", "-c", f"exec {shlex.quote(sys.executable)} -m pycomm --version >&-"]
+    assert subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -141,6 +148,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         ("top --once --every 0.01 --pid 1", 0, "process 1 is no rank of a job of this user on this host"),
         ("probe --seconds=-1", 2, "expected a number above 0, 1e9 at most, got '-1'"),
         ("probe -n 2 --bytes many", 1, "the size 'many' is not understood"),
+        ("probe --bytes 0", 1, "--bytes 0: expected a message of some length"),
         ("probe -n 2 --transport smoke", 1, "unknown transport 'smoke'; known: "),
         ("probe -n 2 --svg no/such/folder/a.svg", 1, "there is no folder"),
         ("tune -n 0", 2, "expected a whole number from 1 to 2147483647, got '0'"),
@@ -152,6 +160,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         ("bench all_reduce -f 1.000001", 1, "a factor of 1.01 or more"),
         ("probe --bytes 99999999999999TiB", 1, "the size 99999999999999TiB is not below 2**63 bytes"),
         ("top --every 1e300", 2, "expected a number above 0, 1e9 at most, got '1e300'"),
+        ("plan ring 4 --bandwidth 0", 1, "the bandwidth '0' is not understood"),
+        ("plan ring 4 --latency nan", 1, "the time 'nan' is not understood"),
         ("plan ring 4 --svg no/such/folder/a.svg", 1, "there is no folder"),
         ("advise 7M --memory 1GiB --flops 1T --svg a.jpeg9", 1, "expected a name that ends in .png, .svg, .pdf"),
         ("advise math:pi --memory 1GiB", 1, "expected module:callable that makes an nn.Module, got TypeError"),

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pycomm.cli.top import share_in_calls
+from pycomm.cli import _jobs
+from pycomm.cli.top import Rates, frame, share_in_calls
 from pycomm.monitor import bandwidth, export
-from pycomm.monitor.boards import Board
+from pycomm.monitor.boards import Board, name_on_board
 from pycomm.monitor.lateness import find_stragglers
 from pycomm.monitor.timeline import Span, spans_of, trace_events
 from pycomm.ops import native
@@ -233,6 +234,39 @@ def test_json_lines_and_prometheus_have_the_same_figures(board: Written, monkeyp
     assert samples["pycomm_calls_total"].value == 1 and samples["pycomm_bytes_total"].value == 64
     assert samples["pycomm_calls_total"].labels["group"] == "dp"
     assert samples["pycomm_call_seconds"].value == pytest.approx(line["p99_us"] / 1e6, rel=0.01)
+
+
+def test_groups_of_one_name_count_together(board: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was closed and made again, and two whose long names differ behind what a board has of them."""
+    board.call(nbytes=64, wire_bytes=10)
+    board.log.close()
+    for name in ("dp", "é" * 40 + "a", "é" * 40 + "b"):
+        board.log = board.native.add_group(name, "shm", 99, 1, 4)
+        board.call(nbytes=64, sleeps_s=0.01)
+    names = {group.name for group in board.view.groups()}
+    assert names == {"dp", name_on_board("é" * 40)} and name_on_board("é" * 40) == "é" * 23
+    entry, other = sorted(board.snapshot(), key=lambda each: each["wire_bytes"])
+    assert (entry["group"], entry["calls"], entry["bytes"], entry["window_calls"]) == ("dp", 2, 128, 2)
+    assert entry["wire_bytes"] == 10 + 96 and entry["most_us"] > 5000 > entry["p50_us"]
+    assert (other["group"], other["calls"], other["wire_bytes"]) == ("é" * 23, 2, 2 * 96)
+    monkeypatch.setattr(export, "own_board", lambda: board.view)
+    monkeypatch.setattr(bandwidth, "own_board", lambda: board.view)
+    client = pytest.importorskip("prometheus_client", reason="pip install 'pycomm[monitor]'")
+    lines = client.generate_latest(export.prometheus_registry()).decode().splitlines()
+    series = [line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")]
+    assert len(series) == len(set(series))
+
+
+def test_names_are_shown_as_they_are(board: Written) -> None:
+    """Though they look like rich's markup."""
+    board.log.close()
+    board.log = board.native.add_group("a[/x]b", "shm", 99, 1, 4)
+    board.call()
+    job = _jobs.Job(7, [board.view], "python train.py [/bold]", "")
+    console = Console(file=io.StringIO(), width=130, color_system=None)
+    console.print(_jobs.jobs_table(job, ["[]"]), frame(job, Rates()), bandwidth.table("a [/] title", board.view))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("a[/x]b") == 4 and text.count("train.py [/bold]") == 2 and "a [/] title" in text
 
 
 def spans(calls: int, late_us: dict[int, float], transfer_us: float = 20.0) -> list[Span]:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pycomm import CollectiveTimeoutError, TransportError
+from pycomm.monitor import watch
 from pycomm.transport import Patience
 from pycomm.transport._notices import Notices
 from pycomm.transport._processes import Processes
@@ -135,6 +136,19 @@ class ClosingStore:
 
     def get(self, key: str) -> bytes:
         return self._store.get(key)
+
+
+def test_an_observer_that_raises_keeps_nobody_from_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    called: list[str] = []
+
+    def raises() -> None:
+        raise ValueError("on purpose")
+
+    watch.before_stop(lambda: called.append("the other"))
+    watch.before_stop(raises)  # called first
+    watch.stop()
+    assert called == ["the other"]
+    assert "on purpose" in caplog.text and "raises" in caplog.text
 
 
 def test_a_watch_may_be_closed_while_it_asks() -> None:

@@ -87,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from ...algorithms import find_algorithm
+    from .predict import link_model, show_prediction
 
     options = _parser().parse_args(argv)
     topology = _topology(options)
@@ -99,10 +100,9 @@ def main(argv: Sequence[str]) -> int:
         check_output("--svg", options.svg)
         check_output("--png", options.png)
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    links = link_model(options)
     if options.predict is not None:
-        from .predict import show_prediction
-
-        show_prediction(console, algorithm, topology, options)
+        show_prediction(console, algorithm, topology, options, links)
     if options.predict is None or pictures:
         from .rounds import show_rounds, simulated
 

@@ -60,13 +60,15 @@ def predictions(algorithm: Algorithm, verb: str, topology: Topology, model: Link
     return sorted(found)
 
 
-def show_prediction(console: Console, algorithm: Algorithm, topology: Topology, options: argparse.Namespace) -> None:
+def show_prediction(
+    console: Console, algorithm: Algorithm, topology: Topology, options: argparse.Namespace, model: LinkModel
+) -> None:
     """Prints the table. Raises PlanError if ``algorithm`` has no plan, and ConfigError."""
     from rich.text import Text
 
     from ...monitor._tables import FittingTable
 
-    nbytes, model = parse_bytes(options.predict), link_model(options)
+    nbytes = parse_bytes(options.predict)
     algorithm.plan(options.verb, 0, topology, options.root)
     rows = predictions(algorithm, options.verb, topology, model, nbytes)
     hosts = len(topology.hosts)

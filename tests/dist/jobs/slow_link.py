@@ -49,15 +49,22 @@ def main() -> None:
         lambda: reduce_often(CALLS + 8, 1 << 17), lambda report: report.slow_transfers and not report.slow_ranks
     )
     hangs: list[pycomm.monitor.Hang] = []
-    pycomm.monitor.on_hang(hangs.append)
+    ends = [pycomm.monitor.on_hang(raises), pycomm.monitor.on_hang(hangs.append)]
     tensor = torch.ones(1 << 21)
     for _ in range(TURNS):
         pycomm.all_reduce(tensor)  # 8 MiB at 20 Mbit/s: 3.4 s
         if all_say(any(" MB/s" in hang.verdict.text for hang in hangs)):
             break
+    for end in [*ends, *ends]:  # the second time it has no effect
+        end()
     said = [] if late is None or slowed is None else [late.slow_ranks, slowed.slow_ranks, slowed.slow_transfers]
     print(json.dumps({"reports": said, "hangs": [hang.verdict.text for hang in hangs]}))
     pycomm.finalize()
+
+
+def raises(_hang: pycomm.monitor.Hang) -> None:
+    """Keeps no other from being called."""
+    raise ValueError("on purpose")
 
 
 def say_it(turn: Callable[[], Report | None], says: Callable[[Report], object]) -> Report | None:
