@@ -35,7 +35,7 @@ from .layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, assign_bucke
 from .planner import IN_LINE_BYTES, BackwardProfile, BucketPlan, measure_link, plan_buckets
 from .reduce import Named, Waitable, Wire, refuse, start_mean
 
-__all__ = ["BucketHook", "Reducer", "has_hooks"]
+__all__ = ["BucketHook", "Reducer", "has_hooks", "lacks_gradients"]
 
 BucketHook = Callable[[Bucket], None]
 PROFILED_PASSES = 3  # the first ones are slower: caches, allocators and autotuners warm up
@@ -315,12 +315,8 @@ class Reducer:
         self._has_gradient = bytearray(len(self.parameters))
         everyone: list[Any] = [None] * self.wire.group.world_size
         pycomm.all_gather_object(everyone, missing[:_NAMED], self.wire.group)
-        told = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(everyone) if names)
-        raise ConfigError(
-            f"backward: up to {lacking.item()} parameters got no gradient on some ranks ({told}), expected one for "
-            f"each that requires it. If your model does not use all parameters in every step, pass "
-            f"find_unused_parameters=True; if it never does, call requires_grad_(False) on them"
-        )
+        told = [f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(everyone) if names]
+        raise lacks_gradients(int(lacking.item()), told)
 
     def _one_too_many(self, index: int) -> ConfigError:
         return ConfigError(
@@ -328,6 +324,15 @@ class Reducer:
             f"{self._expected[index]}; its bucket may be on its way already. Reentrant checkpointing does that: use "
             f"checkpoint(use_reentrant=False), or static_graph=True if every step is like the first"
         )
+
+
+def lacks_gradients(most: int, told: Sequence[str]) -> ConfigError:
+    """Returns the error for parameters that got no gradient: ``most`` on one rank; ``told``: which, on each."""
+    return ConfigError(
+        f"backward: up to {most} parameters got no gradient on some ranks ({'; '.join(told)}), expected one for each "
+        f"that requires it. If your model does not use all parameters in every step, pass find_unused_parameters=True; "
+        f"if it never does, call requires_grad_(False) on them before wrapping"
+    )
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

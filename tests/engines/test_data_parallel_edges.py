@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -45,6 +46,7 @@ def edges_job(rank: int) -> None:
         join_that_raises,
         scheduler_before_the_optimizer,
         optimizer_state_with_named_tuples,
+        sharded_engines_end_their_threads,
         sharded_engines_are_freed,
     ):
         torch.manual_seed(3 + rank)
@@ -258,6 +260,23 @@ def optimizer_state_with_named_tuples(rank: int) -> None:
     pycomm.broadcast_optimizer_state(optimizer)
     moments = optimizer.param_groups[0]["moments"]
     assert isinstance(moments, Moments) and moments.first.tolist() == [0.0, 0.0] and moments.second == 0
+
+
+def sharded_engines_end_their_threads(rank: int) -> None:
+    def streams() -> int:
+        return sum(thread.name == "pycomm-stream-fsdp" for thread in threading.enumerate())
+
+    before = streams()
+    fsdp = pycomm.FullyShardedDataParallel(mlp(), overlap=True)
+    fsdp(torch.ones(1, 3)).sum().backward()
+    assert streams() > before
+    fsdp.close()
+    assert streams() == before
+    state = fsdp.full_state_dict()
+    assert all(torch.equal(state[name], each) for name, each in mlp().state_dict().items())
+    with pytest.raises(pycomm.TransportError, match="stream 'fsdp' is closed"):
+        fsdp(torch.ones(1, 3))
+    pycomm.FullyShardedDataParallel(mlp(), overlap=False).close()
 
 
 def sharded_engines_are_freed(rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ def models_job(rank: int) -> None:
         returns_a_parameter,
         hooks_after_sharding,
         optimizer_state_is_cast,
+        scalars_of_optimizers,
         pipeline_mistakes,
         modules_that_do_not_fit,
         versions_of_modules,
@@ -150,6 +152,27 @@ def optimizer_state_is_cast(rank: int) -> None:
     for parameter in fsdp.parameters():
         moments = optimizer.state[parameter]
         assert moments["exp_avg"].dtype == torch.float32 and moments["step"].item() == 1
+
+
+class Counts(torch.optim.Optimizer):
+    """Has a number for each parameter, in a tensor of one element."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("count", torch.zeros(1)).add_(1)
+
+
+def scalars_of_optimizers(rank: int) -> None:
+    """They are no parts of the parameter, though one rank has but one element of it."""
+    fsdp = pycomm.FullyShardedDataParallel(nn.Linear(16, 1))  # 17 elements in parts of 16
+    assert sorted(p.numel() for p in fsdp.parameters()) == ([0, 16], [0, 1])[rank]
+    optimizer = Counts(fsdp.parameters())
+    optimizer.step()
+    state = fsdp.optimizer_state_dict(optimizer, full=True)["state"]
+    assert {name: values["count"].tolist() for name, values in state.items()} == {"weight": [1.0], "bias": [1.0]}
 
 
 def pipeline_mistakes(rank: int) -> None:

@@ -136,6 +136,17 @@ class FullyShardedDataParallel(nn.Module):
         """Forgets a pass that was ended in the middle, of which all ranks know. For engines around this one."""
         self._passes.abandon()
 
+    def close(self) -> None:
+        """Ends the stream on which calls run beside the computation, if there is one, and its threads; the module can
+        be saved and not called any more.
+
+        Called by every rank. A stream that is not closed lives as long as its group, also if the engine is dropped.
+        """
+        self._passes.reset()
+        for wire in self.wires:
+            if wire.stream is not None:
+                wire.stream.close()
+
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _check_same_model(self, layout: Layout, may_be_meta: bool) -> None:

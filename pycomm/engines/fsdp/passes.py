@@ -42,6 +42,7 @@ import pycomm
 from ...errors import CollectiveMismatchError, ConfigError
 from ...reducer.graph import Edges, accumulates
 from ...reducer.reduce import make
+from ...reducer.reducer import lacks_gradients
 from .flat import FlatParameter, Layout, Slot
 from .unit import Unit
 
@@ -368,11 +369,7 @@ class Passes:
             everyone: list[Any] = [None] * group.world_size
             pycomm.all_gather_object(everyone, names or _named(group, lacking), group)
             names = [each for part in everyone for each in part]
-        raise ConfigError(
-            f"backward: up to {most} parameters got no gradient on some ranks ({'; '.join(names)}), expected one for "
-            f"each that requires it. If your model does not use all parameters in every step, pass "
-            f"find_unused_parameters=True; if it never does, call requires_grad_(False) on them before wrapping"
-        )
+        raise lacks_gradients(most, names)
 
     def _agree_on_nothing(self) -> None:
         """Ends a pass that was for no parameter: torch.autograd.grad with respect to an input, for example.

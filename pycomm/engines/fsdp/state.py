@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, ConfigError
-from ...reducer.reduce import Wire, start_gather
+from ...reducer.reduce import Wire, start_gather, start_sum
 from .flat import FlatParameter, Slot
 from .options import Ranks
 from .pieces import Piece
@@ -109,10 +109,13 @@ class States:
         whole: dict[int, dict[str, torch.Tensor]] = {}
         for flat in self._flats:
             slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
-            for key in dict.fromkeys(key for slot in slots for key in optimizer.state[slot.piece]):
-                values = {id(slot.piece): optimizer.state[slot.piece].get(key) for slot in slots}
-                shaped = {each: value for each, value in values.items() if self._is_shaped(each, value)}
-                for place, value in self._whole(flat, shaped, rank).items():
+            keys = dict.fromkeys(key for slot in slots for key in optimizer.state[slot.piece])
+            values = {(key, id(slot.piece)): optimizer.state[slot.piece].get(key) for key in keys for slot in slots}
+            is_shaped = self._everywhere([self._is_shaped(place, value) for (_, place), value in values.items()])
+            shaped = {each: values[each] for each, has_parts in zip(values, is_shaped) if has_parts}
+            for key in keys:
+                parts = {place: value for (its_key, place), value in shaped.items() if its_key == key}
+                for place, value in self._whole(flat, parts, rank).items():
                     whole.setdefault(place, {})[key] = value
         if not self._is_for(rank):
             return {}
@@ -214,6 +217,14 @@ class States:
         """Whether a value on this rank is one element for each of the parameter's."""
         found = self._slots.get(place)
         return found is not None and isinstance(value, torch.Tensor) and value.shape == found[1].piece.shape
+
+    def _everywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """Returns which of the ``flags`` all ranks have: a scalar looks like the part of who has one element."""
+        if self._shards is None or not flags:
+            return list(flags)
+        counts = torch.tensor(flags, dtype=torch.int32, device=self._shards.group.control_device)
+        start_sum(self._shards, counts)
+        return [count == self._shards.group.world_size for count in counts.tolist()]
 
     def _is_ambiguous(self, parameter: torch.Tensor, value: Any) -> bool:
         """Whether a plain tensor of a state dict may be like the parameter or a scalar, which have the same shape."""
