@@ -55,17 +55,14 @@ class Cast(Codec):
         if payload.is_cuda or _exceeds(payload, limit):
             payload.copy_(torch.where(work.isfinite(), work.clamp(-limit, limit), work))
         if residual is not None:
-            residual.sub_(payload)
+            _add(residual, payload, sign=-1)
             keep_finite(residual)
 
     def decode(self, flat: torch.Tensor, payload: torch.Tensor, context: Context, add: bool = False) -> None:
-        if not add:
+        if add:
+            _add(flat, payload)
+        else:
             flat.copy_(payload)
-        elif payload.is_cuda:
-            flat.add_(payload)
-        else:  # on a CPU torch adds tensors of two types one by one
-            for part, each in zip(torch.split(flat, _PART_NUMEL), torch.split(payload, _PART_NUMEL), strict=True):
-                part.add_(each.to(torch.float32))
 
     def bound(self, flat: torch.Tensor, world_size: int = 1) -> torch.Tensor:
         info = torch.finfo(self.wire_dtype)
@@ -90,6 +87,15 @@ class _CastForFeedback(Cast):
 
     def _limit(self, world_size: int) -> float:
         return super()._limit(1)
+
+
+def _add(flat: torch.Tensor, payload: torch.Tensor, sign: int = 1) -> None:
+    if payload.is_cuda:
+        flat.add_(payload, alpha=sign)
+        return
+    # On a CPU torch adds tensors of two types one by one.
+    for part, each in zip(torch.split(flat, _PART_NUMEL), torch.split(payload, _PART_NUMEL), strict=True):
+        part.add_(each.to(torch.float32), alpha=sign)
 
 
 def _exceeds(payload: torch.Tensor, limit: float) -> bool:
