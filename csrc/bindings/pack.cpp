@@ -110,11 +110,24 @@ class Packer {
     return answer.ptr() == Py_True;
   }
 
-  // Whether a contiguous part lies in the bucket's memory.
+  // Whether an element of a part lies in the bucket's memory. Of one with gaps that may step over it each is looked at.
   static bool overlap(const PackPart& bucket, const PackPart& part) {
-    const auto bytes = [](const PackPart& p) { return p.numel * kPackItemBytes[static_cast<int>(p.type)]; };
-    return part.is_contiguous && part.numel != 0 && part.data < bucket.data + bytes(bucket) &&
-           bucket.data < part.data + bytes(part);
+    const auto item_bytes = [](const PackPart& p) { return static_cast<std::int64_t>(kPackItemBytes[static_cast<int>(p.type)]); };
+    const std::int64_t item = item_bytes(part);
+    const char* const begin = bucket.data;
+    const char* const end = begin + static_cast<std::int64_t>(bucket.numel) * item_bytes(bucket);
+    const auto meets = [&](const char* data, std::int64_t items) { return data < end && begin < data + items * item; };
+    if (part.numel == 0) return false;
+    if (part.is_contiguous) return meets(part.data, static_cast<std::int64_t>(part.numel));
+    std::int64_t last = 0;
+    for (int dim = 0; dim < part.ndim; ++dim) last += (part.shape[dim] - 1) * part.strides[dim];
+    if (!meets(part.data, last + 1)) return false;
+    for (std::size_t element = 0; element < part.numel; ++element) {
+      std::int64_t rest = static_cast<std::int64_t>(element), at = 0;
+      for (int dim = part.ndim - 1; dim >= 0; rest /= part.shape[dim--]) at += rest % part.shape[dim] * part.strides[dim];
+      if (meets(part.data + at * item, 1)) return true;
+    }
+    return false;
   }
 
   static PackJob job_of(const PackPart& bucket, const std::vector<PackPart>& parts, float scale) {

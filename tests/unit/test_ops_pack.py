@@ -105,9 +105,22 @@ def test_mistakes_raise_before_a_byte_moves() -> None:
         pack_(torch.ones(4).long(), [good])
     with pytest.raises(ConfigError, match="flat tensor"):
         pack_(torch.full((20,), 7.0)[::2], [good, torch.ones(6)])
-    with pytest.raises(ConfigError, match="bucket's own memory"):
-        pack_(bucket, [good, bucket[:6]])
+    for own in (bucket[:6], bucket.as_strided((2, 3), (4, 2), 1), bucket[5:6].expand(6)):
+        with pytest.raises(ConfigError, match="bucket's own memory"):
+            pack_(bucket, [good, own])
+        with pytest.raises(ConfigError, match="bucket's own memory"):
+            unpack_([good, own], bucket)
     assert (bucket == 7).all() and (good == 1).all()
+
+
+def test_tensors_with_gaps_may_step_over_the_bucket() -> None:
+    """As the columns of a matrix do whose last ones are the bucket, or the rows around it."""
+    memory = torch.arange(40.0)
+    bucket, columns = memory[10:16], memory.as_strided((3, 2), (16, 1), 2)  # 2 3, 18 19, 34 35
+    pack_(bucket, [columns])
+    assert bucket.tolist() == [2, 3, 18, 19, 34, 35] and memory[:10].tolist() == list(range(10))
+    unpack_([columns], bucket * 2)
+    assert columns.tolist() == [[4, 6], [36, 38], [68, 70]]
 
 
 # -- what torch.compile sees ------------------------------------------------------------------------------------------
