@@ -117,12 +117,13 @@ class DistributedDataParallel(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if not self.module.training:
+        if self.module.training:
+            self._prepare()
+        else:
             self._check_none_is_left_out()
-            return self.module(*args, **kwargs)
-        self._prepare()
         output = self.module(*args, **kwargs)
-        self._watch(output)
+        if any(parameter.requires_grad for parameter in self.reducer.parameters):
+            self._watch(output)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -138,6 +138,15 @@ def goes_on_after_a_pass_that_raised(rank: int) -> None:
         torch.testing.assert_close(ddp.clip_grad_norm_(1e9), norm)
 
 
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+        return self.layer(x) if is_used else 2 * x
+
+
 def optimizer_goes_on_after_a_pass_that_raised(rank: int) -> None:
     """In any pass of several that add up, also where no step has been made in between."""
     alone, model = mlp(), mlp()
@@ -186,6 +195,11 @@ def trains_in_eval_mode(rank: int) -> None:
             pycomm.all_reduce_mean(its.grad)
             if mine is not net[0].bias:
                 torch.testing.assert_close(mine.grad, its.grad)
+    either = pycomm.DistributedDataParallel(Either(), find_unused_parameters=True).eval()
+    for used_by in (0, 1):
+        either.zero_grad()
+        either(torch.full((1, 1), 3.0, requires_grad=True), rank == used_by).sum().backward()
+        assert either.module.layer.weight.grad.item() == 1.5
     net.requires_grad_(False)
     ddp(inputs.requires_grad_()).sum().backward()
     assert inputs.grad is not None, "freezing is not refused: an adversarial example"
