@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 __all__ = ["keep_names"]
 
 _WRAPPED = "module."
-_PREFIX = "_pycomm_prefix"  # of a wrapper that is being loaded
+_LOADING = "_pycomm_loading"  # of a wrapper that is being loaded
+
+
+class _Loading(NamedTuple):
+    prefix: str
+    versions: dict[str, Any]
+    added: set[str]  # to the versions, for as long as it takes
 
 
 def keep_names(wrapper: nn.Module) -> None:
@@ -37,12 +43,18 @@ def _rename(state: dict[str, Any], old: str, new: str) -> None:
 
 def _with_wrapper(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
     _rename(state, prefix, prefix + _WRAPPED)
-    vars(module)[_PREFIX] = prefix
+    versions = getattr(state, "_metadata", {})  # the caller's own, where torch looks for those of the children
+    inner = {(prefix + _WRAPPED + name.removeprefix(prefix)).removesuffix("."): each for name, each in versions.items()}
+    added = inner.keys() - versions.keys()
+    versions.update({name: inner[name] for name in added})
+    vars(module)[_LOADING] = _Loading(prefix, versions, added)
 
 
 def _tell_names(module: nn.Module, incompatible: Any) -> None:
     """Names what is missing, or not expected, as the caller does."""
-    prefix = vars(module).pop(_PREFIX)
+    prefix, versions, added = vars(module).pop(_LOADING)
+    for name in added:
+        del versions[name]
     for names in incompatible:
         names[:] = [
             prefix + name.removeprefix(prefix + _WRAPPED) if name.startswith(prefix + _WRAPPED) else name

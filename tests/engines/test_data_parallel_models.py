@@ -205,6 +205,20 @@ def modules_that_do_not_fit(rank: int) -> None:
             pycomm.DistributedDataParallel(sharded)
 
 
+class Versioned(nn.Linear):
+    """Goes by the version of what it loads."""
+
+    _version = 7
+    loaded = None
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
 def versions_of_modules(rank: int) -> None:
     """State dicts have them by the modules' own names, also those of a wrapper inside of another module."""
     plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -215,5 +229,11 @@ def versions_of_modules(rank: int) -> None:
     for state in (ddp.state_dict(), fsdp.state_dict(), fsdp.full_state_dict()):
         assert {name: state._metadata[name] for name in expected} == expected
     plain.load_state_dict(fsdp.full_state_dict())
+    state = nn.Sequential(Versioned()).state_dict()
+    before = copy.deepcopy(state._metadata)
+    for engine in (pycomm.DistributedDataParallel, pycomm.FullyShardedDataParallel):
+        versioned = Versioned()
+        engine(nn.Sequential(versioned)).load_state_dict(state)
+        assert versioned.loaded == 7 and state._metadata == before, "the caller's own is as it was"
     nested = nn.Sequential(ddp).state_dict()._metadata
     assert {name: nested[f"0.{name}".removesuffix(".")] for name in expected} == expected
